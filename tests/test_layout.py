@@ -43,7 +43,7 @@ HOMES = {  # third-party import name -> the folders ("x/") and files it may be i
     "omegaconf": ("scripts/",),
     "prometheus_client": ("serve/metrics.py",),
     "rich": ("scripts/",),
-    "safetensors": ("model/checkpoint.py",),
+    "safetensors": ("model/shards.py",),
     "tokenizers": ("serve/text.py",),
     "triton": ("kernels/triton/",),
     "uvicorn": ("serve/api.py",),

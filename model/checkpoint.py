@@ -1,0 +1,195 @@
+"""Checkpoints in the released layout: parameter trees from files, from a seed, and back to files.
+
+Reads only this rank's part, leaf by leaf; everything that headers can tell is checked before the first byte of a
+tensor is read.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model import release, transformer, tree
+from model.config import ModelConfig
+from model.release import Cut, Entry
+from model.runtime import NUMERICS
+from model.shards import Shards, Stored, is_finite, read_json, write_json, write_shards
+from model.transformer import ModelParams
+from model.tree import Quantized, Spec
+from parallel.plan import Plan
+
+WEIGHTS = ("dense", "packed")
+SHARD_BYTES = 5 * 10**9
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The ModelConfig of ``folder/config.json``."""
+    path = Path(folder) / "config.json"
+    root = read_json(path)
+    try:
+        return ModelConfig.from_hf(root)
+    except ValueError as err:
+        raise ValueError(f"{path}: {str(err).removeprefix('config.json: ')}") from None
+
+
+def load(
+    where: str | Path,
+    cfg: ModelConfig,
+    *,
+    numerics: str,
+    weights: str = "dense",
+    plan: Plan | None = None,
+    rank: int = 0,
+    device: str | torch.device = "cpu",
+) -> ModelParams:
+    """The parameters that ``rank`` holds under ``plan`` (all of them without one), leaf by leaf, never two copies.
+
+    ``weights``: packed keeps quantised weights as stored; dense dequantises them once, exactly, to the compute type of
+    ``numerics``. The Engram tables stay packed. Headers of all shards are checked first (names, types, shapes).
+    """
+    _check_choice(numerics, weights)
+    with Shards(where) as shards:
+        shards.check(release.schema(cfg))
+        return tree.build(
+            lambda path, spec: _read_leaf(shards, path, spec, _cut(plan, rank, path, spec), numerics, weights, device),
+            transformer.specs(cfg),
+        )
+
+
+def random(
+    cfg: ModelConfig,
+    key: int,
+    *,
+    numerics: str,
+    weights: str = "dense",
+    plan: Plan | None = None,
+    rank: int = 0,
+    device: str | torch.device = "cpu",
+) -> ModelParams:
+    """Seeded random parameters that could have come from a file: the same values on any plan, in any order."""
+    _check_choice(numerics, weights)
+
+    def leaf(path: str, spec: Spec) -> Tensor | Quantized:
+        weight, scale = release.encode(spec, tree.draw(spec, key, path))
+        cut = _cut(plan, rank, path, spec)
+        if cut is not None:
+            weight = _narrow(weight, release.stored_cut(path, spec, cut, "weight"))
+            scale = None if scale is None else _narrow(scale, release.stored_cut(path, spec, cut, "scale"))
+        return _finish(spec, weight, scale, numerics, weights, device)
+
+    return tree.build(leaf, transformer.specs(cfg))
+
+
+def _check_choice(numerics: str, weights: str) -> None:
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics must be one of {NUMERICS}, got {numerics!r}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
+
+
+def _cut(plan: Plan | None, rank: int, path: str, spec: Spec) -> Cut | None:
+    return None if plan is None else plan.slice(path, spec.shape, plan.coords(rank))
+
+
+def _narrow(value: Tensor, cut: Cut) -> Tensor:
+    dim, start, stop = cut
+    return value.narrow(dim, start, stop - start)
+
+
+def _read_leaf(
+    shards: Shards, path: str, spec: Spec, cut: Cut | None, numerics: str, weights: str, device: str | torch.device
+) -> Tensor | Quantized:
+    """One leaf, or its cut. Stacked experts are read one by one, each into its row."""
+    parts: dict[int | None, list[Entry]] = {}
+    for entry in release.entries(path, spec):
+        parts.setdefault(entry.expert, []).append(entry)
+    inner, experts = cut, range(0)
+    if spec.stack:
+        experts = range(spec.shape[0])
+        if cut is not None and cut[0] == 0:
+            inner, experts = None, range(cut[1], cut[2])
+        elif cut is not None:
+            inner = (cut[0] - 1, *cut[1:])
+    one = release.one(spec)
+
+    def read(expert: int | None) -> Tensor | Quantized:
+        stored = [shards.read(e.name, inner and release.stored_cut(path, one, inner, e.part)) for e in parts[expert]]
+        return _finish(spec, stored[0], stored[1] if len(stored) > 1 else None, numerics, weights, device)
+
+    return _stack(read, experts) if spec.stack else read(None)
+
+
+def _stack(read: Callable[[int], Quantized], experts: range) -> Quantized:
+    """``read(e)`` of each expert as rows of one leaf."""
+    first = read(experts[0])
+    weight, scale = (None if t is None else t.new_empty((len(experts), *t.shape)) for t in (first.weight, first.scale))
+    for row, e in enumerate(experts):
+        got = first if row == 0 else read(e)
+        weight[row].copy_(got.weight)
+        if scale is not None:
+            scale[row].copy_(got.scale)
+    return Quantized(weight, scale)
+
+
+def _finish(
+    spec: Spec, weight: Tensor, scale: Tensor | None, numerics: str, weights: str, device: str | torch.device
+) -> Tensor | Quantized:
+    """Stored parts -> the leaf as the model takes it, on ``device``, in memory of its own."""
+    if spec.fmt not in ("fp8", "fp4"):
+        return weight.to(device, release.dense_dtype(spec, numerics), copy=True)
+    if weights == "packed" or spec.rowwise:
+        return Quantized(weight.to(device, copy=True), scale.to(device, copy=True))
+    weight, scale = weight.to(device), scale.to(device)
+    return Quantized(release.decode(spec, weight, scale, release.dense_dtype(spec, numerics)), None)
+
+
+# --- writing ---
+
+
+def save(where: str | Path, cfg: ModelConfig, params: ModelParams, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a whole (unsharded) tree: values are rounded to the released formats, packed leaves kept as they are."""
+    leaves = dict(tree.walk(params))
+    specs = dict(tree.walk(transformer.specs(cfg)))
+
+    def stored(entry: Entry) -> tuple[Tensor, Tensor | None]:
+        leaf = leaves[entry.path]
+        weight, scale = (leaf.weight, leaf.scale) if isinstance(leaf, Quantized) else (leaf, None)
+        if entry.expert is not None:
+            weight, scale = weight[entry.expert], None if scale is None else scale[entry.expert]
+        return (weight, scale) if scale is not None else _encode(specs[entry.path], entry.name, weight)
+
+    _write(Path(where), cfg, stored, shard_bytes)
+
+
+def write_release(
+    where: str | Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write values keyed by released weight name (experts one by one), rounded to the released formats.
+
+    Raises ValueError for a name that is missing or unknown, a wrong shape, NaN or infinity.
+    """
+    specs = dict(tree.walk(transformer.specs(cfg)))
+    wanted = {name: entry for name, entry in release.schema(cfg).items() if entry.part == "weight"}
+    for name in tensors:
+        if name not in wanted:
+            raise ValueError(f"tensor {name!r} is unknown; weights go by their released names, without scales")
+    for name, entry in wanted.items():
+        if name not in tensors:
+            raise ValueError(f"tensor {name!r} is missing")
+        got, want = tuple(tensors[name].shape), release.one(specs[entry.path]).shape
+        if got != want:
+            raise ValueError(f"tensor {name!r} must have shape {want}, got {got}")
+    _write(Path(where), cfg, lambda e: _encode(specs[e.path], e.name, tensors[e.name]), shard_bytes)
+
+
+def _encode(spec: Spec, name: str, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    value = value.detach().cpu().float()
+    if not is_finite(value):
+        raise ValueError(f"tensor {name!r} holds NaN or infinity; it is not written")
+    return release.encode(release.one(spec), value)
+
+
+def _write(where: Path, cfg: ModelConfig, stored: Stored, shard_bytes: int) -> None:
+    write_shards(where, release.schema(cfg), stored, shard_bytes)
+    write_json(where / "config.json", cfg.to_hf())
