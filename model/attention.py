@@ -3,10 +3,19 @@
 N rows, D model dim, H heads, hd head dim, rd RoPE dims, G output groups.
 """
 
+import torch
 from torch import Tensor
 
+from kernels.attention import rotate, sparse_attention
+from kernels.index import latent_slots
+from kernels.linear import grouped_linear, linear, quant_linear, rms_norm
+from kernels.quant import fake_fp8
+from kernels.rows import store_kv, store_window
 from model import indexer, tree
+from model.batch import Batch, Carry, View
+from model.cache import Address, Cache, Layout
 from model.config import LayerKind, ModelConfig
+from model.runtime import Runtime
 from model.tree import Quantized, Spec
 
 
@@ -53,3 +62,90 @@ def specs(cfg: ModelConfig, kind: LayerKind) -> AttentionParams:
         compressor=compressor,
         indexer=indexer.specs(cfg, kind),
     )
+
+
+def latents(
+    cfg: ModelConfig, rt: Runtime, p: CompressorParams, x: Tensor, at: Address, view: View, cache: Cache
+) -> Tensor:
+    """Compressed latents [N, hd] before RoPE (spec section 6.1): row t holds that of the group which token t completes.
+
+    At ratio 2 writes each row's value and gate into ``cache.tails``; rows that complete no group hold numbers that
+    nobody reads.
+    """
+    if p.wgate is None:
+        return rms_norm(linear(x, p.wkv, backend=rt.kernels.linear), p.norm, cfg.rms_norm_eps)
+    value, gate = (linear(x.float(), w, backend=rt.kernels.linear) for w in (p.wkv, p.wgate))
+    state = torch.cat((value, gate), -1)
+    fresh = state[(-2 - view.tail_prev).clamp(min=0)]
+    before = torch.where(
+        (view.tail_prev < 0).unsqueeze(-1), fresh, cache.tails[(view.tail_prev + at.tail).clamp(min=0)]
+    )
+    cache.tails[view.tail_rows + at.tail] = state
+    (v0, g0), (v1, g1) = before.chunk(2, -1), state.chunk(2, -1)
+    share = torch.sigmoid(g1 - g0)
+    return rms_norm((v0 * (1 - share) + v1 * share).to(x.dtype), p.norm, cfg.rms_norm_eps)
+
+
+def publish(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: AttentionParams, x: Tensor,
+    at: Address, batch: Batch, view: View, cache: Cache,
+) -> None:  # fmt: skip
+    """Write this source's global rows: latents and index keys of every group that the step completes. x [N, D] normed."""
+    latent = latents(cfg, rt, p.compressor, x, at, view, cache)
+    rope = view.compress_rope if kind.ratio == 1 else view.pair_rope
+    page, offset = batch.slot_mapping // layout.page_size, batch.slot_mapping % layout.page_size
+    complete = (batch.positions + 1) % kind.ratio == 0
+    slots = torch.where(complete, page * (layout.page_size // kind.ratio) + offset // kind.ratio, 0)
+    indexer.publish(cfg, rt, layout, p.indexer, latent, rope, slots, at, cache)
+    row = rotate(latent, *rope)
+    store_kv(cache.pages, slots, at.planes, layout.stride, row, rt.qat, backend=rt.kernels.store_kv)
+
+
+def apply(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: AttentionParams, x: Tensor,
+    at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x [N, D] normed -> output [N, D], topk_idxs [N, K], candidate blocks. Writes window rings, and global rows if a source."""
+    k = rt.kernels
+    if kind.ratio:
+        publish(cfg, rt, layout, kind, p, x, at, batch, view, cache)
+    qr = quant_linear(x, p.wq_a.weight, p.wq_a.scale, rt.qat, backend=k.quant_linear)
+    qr = rms_norm(qr, p.q_norm, cfg.rms_norm_eps, backend=k.rms_norm)
+    topk_idxs, blocks = carry.topk_idxs, carry.blocks
+    if kind.index:
+        topk_idxs, blocks = indexer.apply(cfg, rt, layout, kind, p.indexer, x, qr, at, batch, view, cache, carry)
+    slots = None
+    if kind.reads:
+        picked = latent_slots(batch.page_tables[batch.seqs], topk_idxs.clamp(min=0), at.planes[4])
+        slots = torch.where(topk_idxs >= 0, picked, -1)
+    rope = view.compress_rope if kind.reads else view.window_rope
+    key = window_key(cfg, rt, p, x, rope)
+    out = attend(cfg, rt, layout, p, qr, key, rope, view.window, slots, at, cache)
+    store_window(cache.rings, view.ring_rows + at.ring, key, rt.qat, backend=k.store_window)
+    return out, topk_idxs, blocks
+
+
+def window_key(cfg: ModelConfig, rt: Runtime, p: AttentionParams, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Window latents [N, hd] after RoPE, before quantisation: key and value in one (spec section 5 step 2)."""
+    key = quant_linear(x, p.wkv.weight, p.wkv.scale, rt.qat, backend=rt.kernels.quant_linear)
+    return rotate(rms_norm(key, p.kv_norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm), *rope)
+
+
+def attend(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, p: AttentionParams, qr: Tensor, key: Tensor,
+    rope: tuple[Tensor, Tensor], window: Tensor, slots: Tensor | None, at: Address, cache: Cache,
+) -> Tensor:  # fmt: skip
+    """Queries of qr [N, q_lora] over ``window`` entries and cache ``slots``; output projection to [N, D].
+
+    Rows of this step come from ``key`` [N, hd], older ones from the ring, which must not hold this step's yet.
+    """
+    n, k = qr.shape[0], rt.kernels
+    q = quant_linear(qr, p.wq_b.weight, p.wq_b.scale, rt.qat, backend=k.quant_linear)
+    entries = torch.where(window >= 0, window + at.ring, window)
+    seen = fake_fp8(key) if rt.qat else key
+    o = sparse_attention(
+        q.view(n, cfg.num_attention_heads, cfg.head_dim), *rope, p.attn_sink, seen, cache.rings, entries,
+        cache.pages, slots, at.planes, layout.stride, backend=k.sparse_attention,
+    )  # fmt: skip
+    o = grouped_linear(o.reshape(n, cfg.o_groups, -1), p.wo_a.weight, p.wo_a.scale, backend=k.grouped_linear)
+    return quant_linear(o, p.wo_b.weight, p.wo_b.scale, rt.qat, backend=k.quant_linear)

@@ -231,7 +231,9 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
     if kind is RopeScaling or key == "rope_scaling":
         known = {f.name for f in fields(RopeScaling)}
         if not isinstance(value, dict) or not set(value) <= known:
-            raise ValueError(f"config.json: rope_scaling must be an object with fields of {sorted(known)}, got {value!r}")
+            raise ValueError(
+                f"config.json: rope_scaling must be an object with fields of {sorted(known)}, got {value!r}"
+            )
         return RopeScaling(**value)
     if kind == tuple[int, ...]:
         if not isinstance(value, (list, tuple)) or not all(type(v) is int for v in value):
@@ -272,7 +274,9 @@ def _check_sizes(c: ModelConfig) -> None:
 def _check_layers(c: ModelConfig) -> None:
     n, ratios = c.num_hidden_layers, c.compress_ratios
     want = n + c.num_nextn_predict_layers
-    _require(len(ratios) == want, f"compress_ratios must have {want} entries (layers + DSpark stages), got {len(ratios)}")
+    _require(
+        len(ratios) == want, f"compress_ratios must have {want} entries (layers + DSpark stages), got {len(ratios)}"
+    )
     _require(set(ratios) <= {0, 1, 2}, f"compress_ratios must hold 0, 1 or 2, got {sorted(set(ratios))}")
     _require(not any(ratios[n:]), f"compress_ratios of DSpark stages must be 0, got {ratios[n:]}")
     for name in ("kv_source_layer_ids", "index_source_layer_ids"):
@@ -291,7 +295,9 @@ def _check_layers(c: ModelConfig) -> None:
             _require(got == have, f"compress_ratios[{layer}] = {got} but its kv source {sources[-1]} has {have}")
     cand = c.candidate_source_layer_id
     if cand >= 0:
-        known = f"candidate_source_layer_id must be one of kv_source_layer_ids {c.kv_source_layer_ids} or -1, got {cand}"
+        known = (
+            f"candidate_source_layer_id must be one of kv_source_layer_ids {c.kv_source_layer_ids} or -1, got {cand}"
+        )
         _require(cand in c.kv_source_layer_ids, known)
         later = [s for s in c.kv_source_layer_ids if s > cand]
         _require(not later, f"kv sources {later} lie after candidate_source_layer_id {cand}")
@@ -317,7 +323,10 @@ def _check_drafter(c: ModelConfig) -> None:
     if c.num_nextn_predict_layers == 0:
         return
     _require(c.dspark_block_size >= 1, f"dspark_block_size must be >= 1, got {c.dspark_block_size}")
-    _require(c.dspark_block_size <= c.sliding_window, f"dspark_block_size must be <= sliding_window, got {c.dspark_block_size}")
+    _require(
+        c.dspark_block_size <= c.sliding_window,
+        f"dspark_block_size must be <= sliding_window, got {c.dspark_block_size}",
+    )
     _require(bool(c.dspark_target_layer_ids), "dspark_target_layer_ids must not be empty")
     for layer in c.dspark_target_layer_ids:
         _require(0 <= layer < c.num_hidden_layers, f"dspark_target_layer_ids out of range: {layer}")

@@ -1,10 +1,39 @@
-"""DSpark drafter (spec section 9): a few window-only stages that draft a block of tokens in one pass."""
+"""DSpark drafter (spec section 9): a few window-only stages that draft a block of tokens in one pass.
 
+N rows of a backbone step, B sequences, k draft block, D model dim, V vocabulary, R Markov rank.
+"""
+
+import torch
 from torch import Tensor
 
-from model import block, tree
+from kernels.linear import linear, quant_linear, rms_norm
+from kernels.mhc import mhc_collapse, mhc_post
+from kernels.rows import store_window
+from model import attention, block, mhc, tree
+from model.batch import View, rope
+from model.cache import Address, Cache, Layout
 from model.config import LayerKind, ModelConfig
+from model.runtime import Runtime
 from model.tree import Quantized, Spec
+
+
+@tree.node
+class DraftBatch:
+    """What to draft after: the anchor is the sequence's newest token, which the backbone has not processed yet."""
+
+    anchors: Tensor  # [B] token ids
+    positions: Tensor  # [B] the anchor's position, -1 padding
+    slots: Tensor  # [B] cache slots
+    floors: Tensor  # [B] lowest position whose context row is in the ring
+    inv_temperature: Tensor  # [B] fp32
+    noise: Tensor  # [B, k, V] fp32 added to scaled logits: the noise the verifier will use at the same positions
+
+
+@tree.node
+class Draft:
+    tokens: Tensor  # [B, k] row i is for position anchor + 1 + i
+    logits: Tensor  # [B, k, V] fp32 with the Markov bias
+    confidence: Tensor  # [B, k] fp32 raw
 
 
 @tree.node
@@ -54,3 +83,83 @@ def specs(cfg: ModelConfig) -> tuple[StageParams, ...]:
             )
         )
     return tuple(stages)
+
+
+def absorb(
+    cfg: ModelConfig,
+    rt: Runtime,
+    p: tuple[StageParams, ...],
+    at: tuple[Address, ...],
+    taps: Tensor,
+    view: View,
+    cache: Cache,
+) -> None:
+    """Fill each stage's ring with context rows of this step's tokens. taps [N, taps * D]."""
+    k, first = rt.kernels, p[0]
+    c = quant_linear(taps, first.main_proj.weight, first.main_proj.scale, rt.qat, backend=k.quant_linear)
+    c = rms_norm(c, first.main_norm, cfg.rms_norm_eps, backend=k.rms_norm)
+    for stage, where in zip(p, at, strict=True):
+        key = attention.window_key(cfg, rt, stage.block.attn, c, view.window_rope)
+        store_window(cache.rings, view.ring_rows + where.ring, key, rt.qat, backend=k.store_window)
+
+
+def block_entries(cfg: ModelConfig, layout: Layout, batch: DraftBatch) -> Tensor:
+    """[B * k, W + k] entries of the block's rows: the sequence's last W context rows, then all k rows of the block."""
+    b, k, w = batch.anchors.shape[0], cfg.dspark_block_size, cfg.sliding_window
+    keys = batch.positions.unsqueeze(-1) - w + torch.arange(w, device=batch.anchors.device)
+    seen = (keys >= 0) & (keys >= batch.floors.unsqueeze(-1))
+    ring = torch.where(seen, batch.slots.unsqueeze(-1) * layout.slot_rings + keys % cfg.ring_size, -1)
+    fresh = -2 - torch.arange(b * k, device=keys.device).view(b, k)
+    entries = torch.where(batch.positions.unsqueeze(-1) >= 0, torch.cat((ring, fresh), 1), -1)
+    return entries.unsqueeze(1).expand(-1, k, -1).flatten(0, 1)
+
+
+def stage(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, p: block.BlockParams, at: Address,
+    turn: tuple[Tensor, Tensor], entries: Tensor, valid: Tensor, cache: Cache, x: Tensor, pre: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One stage on block rows x [B * k, C, D]: a window-only block whose rows are never written to a ring."""
+    next_pre, post, mixing = mhc.mix(cfg, rt, p.hc_attn, x)
+    u = block.collapsed(cfg, rt, p.attn_norm, pre, x)
+    qr = quant_linear(u, p.attn.wq_a.weight, p.attn.wq_a.scale, rt.qat, backend=rt.kernels.quant_linear)
+    qr = rms_norm(qr, p.attn.q_norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
+    key = attention.window_key(cfg, rt, p.attn, u, turn)
+    o = attention.attend(cfg, rt, layout, p.attn, qr, key, turn, entries, None, at, cache)
+    x = mhc_post(o, x, post, mixing, backend=rt.kernels.mhc_post)
+    return block.feed_forward(cfg, rt, cfg.dspark_num_experts_per_tok, p, x, next_pre, valid, cache, at)
+
+
+def draft(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, p: tuple[StageParams, ...], at: tuple[Address, ...],
+    freqs: Tensor, embed: Tensor, head: Tensor, batch: DraftBatch, cache: Cache,
+) -> Draft:  # fmt: skip
+    """Draft k tokens for each sequence in one pass, then chain them by the Markov head."""
+    b, k = batch.anchors.shape[0], cfg.dspark_block_size
+    ids = torch.full((b, k), cfg.dspark_noise_token_id, dtype=torch.int64, device=embed.device)
+    ids[:, 0] = batch.anchors
+    x = embed[ids.flatten()].unsqueeze(1).repeat(1, cfg.hc_mult, 1)
+    pre = x.new_zeros((b * k, cfg.hc_mult), dtype=torch.float32)
+    pre[:, 0] = 1
+    positions = (batch.positions.unsqueeze(-1) + torch.arange(k, device=embed.device)).flatten()
+    valid = (batch.positions >= 0).repeat_interleave(k)
+    turn, entries = rope(positions, freqs), block_entries(cfg, layout, batch)
+    for s, where in zip(p, at, strict=True):
+        x, pre = stage(cfg, rt, layout, s.block, where, turn, entries, valid, cache, x, pre)
+    y = mhc_collapse(pre, x, backend=rt.kernels.mhc_collapse)
+    base = rms_norm(y, p[-1].norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
+    base = linear(base.float(), head, backend=rt.kernels.linear)
+    return chain(rt, p[-1], batch, base.view(b, k, -1), y.view(b, k, -1))
+
+
+def chain(rt: Runtime, p: StageParams, batch: DraftBatch, base: Tensor, y: Tensor) -> Draft:
+    """Draft token by token: base logits [B, k, V] plus the Markov bias of the token before; y [B, k, D] for confidence."""
+    prev, tokens, biased, confidence = batch.anchors, [], [], []
+    for i in range(base.shape[1]):
+        before = p.markov_head.embed[prev].float()
+        row = base[:, i] + linear(before, p.markov_head.head, backend=rt.kernels.linear)
+        sure = linear(torch.cat((y[:, i].float(), before), -1), p.confidence_head.proj, backend=rt.kernels.linear)
+        prev = (row * batch.inv_temperature.unsqueeze(-1) + batch.noise[:, i]).argmax(-1)
+        tokens.append(prev)
+        biased.append(row)
+        confidence.append(sure.squeeze(-1))
+    return Draft(tokens=torch.stack(tokens, 1), logits=torch.stack(biased, 1), confidence=torch.stack(confidence, 1))

@@ -5,8 +5,12 @@ N rows, C streams, D model dim, n = max n-gram, M = (n - 1) * heads columns, W r
 
 from torch import Tensor
 
+from kernels.engram import engram_gather, engram_hash, engram_mix
+from kernels.linear import quant_linear
 from model import tree
+from model.batch import HashConstants
 from model.config import ModelConfig
+from model.runtime import Runtime
 from model.tree import Quantized, Spec
 
 
@@ -27,3 +31,11 @@ def specs(cfg: ModelConfig, rows: int) -> EngramParams:
         q_weight=Spec((c, d), bare=True, init="ones"),
         k_weight=Spec((c, d), bare=True, init="ones"),
     )
+
+
+def apply(cfg: ModelConfig, rt: Runtime, p: EngramParams, hashes: HashConstants, history: Tensor, x: Tensor) -> Tensor:
+    """Add each stream's gated table value: x [N, C, D] -> [N, C, D]; history [N, n] compressed ids, newest first."""
+    ids = engram_hash(history, hashes.multipliers, hashes.primes, hashes.offsets, backend=rt.kernels.engram_hash)
+    rows = engram_gather(p.embed.weight, p.embed.scale, ids, x.dtype, backend=rt.kernels.engram_gather)
+    kv = quant_linear(rows, p.wkv.weight, p.wkv.scale, rt.qat, backend=rt.kernels.quant_linear)
+    return engram_mix(x, kv, p.q_weight, p.k_weight, cfg.rms_norm_eps, backend=rt.kernels.engram_mix)

@@ -5,8 +5,10 @@ N rows, C = hc_mult streams, D model dim.
 
 from torch import Tensor
 
+from kernels.mhc import mhc_mix
 from model import tree
 from model.config import ModelConfig
+from model.runtime import Runtime
 from model.tree import Spec
 
 
@@ -27,3 +29,9 @@ def specs(cfg: ModelConfig) -> MixParams:
         base=Spec((rows,), "f32", bare=True, init="zeros"),
         scale=Spec((3,), "f32", bare=True, init="ones"),
     )
+
+
+def mix(cfg: ModelConfig, rt: Runtime, p: MixParams, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients of a half-block from its input streams x [N, C, D]: pre [N, C], post [N, C], mixing [N, C, C]."""
+    iters, eps = cfg.hc_sinkhorn_iters, cfg.hc_eps
+    return mhc_mix(x, p.fn, p.base, p.scale, iters, eps, cfg.rms_norm_eps, backend=rt.kernels.mhc_mix)

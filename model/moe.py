@@ -1,9 +1,12 @@
 """Mixture of experts with a shared expert (spec section 7). N rows, D model dim, I expert width, E experts, k chosen."""
 
+import torch
 from torch import Tensor
 
+from kernels.moe import gated_mlp, grouped_mlp, route
 from model import tree
 from model.config import ModelConfig
+from model.runtime import Runtime
 from model.tree import Quantized, Spec
 
 
@@ -45,3 +48,28 @@ def specs(cfg: ModelConfig, experts: int) -> MoEParams:
         experts=mlp((experts,), "fp4"),
         shared_experts=mlp((), "fp8"),
     )
+
+
+def apply(
+    cfg: ModelConfig, rt: Runtime, k: int, p: MoEParams, x: Tensor, valid: Tensor, load: Tensor, layer: Tensor
+) -> Tensor:
+    """x [N, D] -> [N, D]: k experts a row summed in slot order, plus the shared one, in fp32 (spec section 7).
+
+    Adds the step's choices to row ``layer`` of ``load`` [layers, E + 1] in place; rows that are not ``valid`` [N]
+    choose no expert.
+    """
+    ids, weights = route(x, p.gate.weight, p.gate.bias, k, cfg.routed_scaling_factor, backend=rt.kernels.route)
+    ids = torch.where(valid.unsqueeze(-1), ids, p.gate.weight.shape[0])
+    counted = torch.where(valid.unsqueeze(-1), ids, load.shape[1] - 1)
+    load.index_put_((layer.expand_as(counted), counted), torch.ones_like(counted), accumulate=True)
+    e, s = p.experts, p.shared_experts
+    limit, pad = cfg.swiglu_limit, 4 if rt.batch_invariant else 1
+    routed = grouped_mlp(
+        x, ids, weights, e.w1.weight, e.w1.scale, e.w3.weight, e.w3.scale, e.w2.weight, e.w2.scale,
+        limit, rt.qat, pad, backend=rt.kernels.grouped_mlp,
+    )  # fmt: skip
+    shared = gated_mlp(
+        x, s.w1.weight, s.w1.scale, s.w3.weight, s.w3.scale, s.w2.weight, s.w2.scale,
+        limit, rt.qat, backend=rt.kernels.gated_mlp,
+    )  # fmt: skip
+    return (routed.float().sum(1) + shared.float()).to(x.dtype)

@@ -1,9 +1,22 @@
-"""The whole model: parameters, and one ragged forward for prefill, decode and verify (spec section 3)."""
+"""The whole model: parameters, and one ragged forward for prefill, decode, verify and replay (spec section 3).
 
+N rows, C streams, D model dim, M rows whose logits are wanted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 from torch import Tensor
 
+from kernels.linear import linear, rms_norm
+from kernels.mhc import mhc_collapse
 from model import block, dspark, engram, tree
+from model.batch import Batch, Carry, Constants, View, look
+from model.cache import Address, Cache, Layout
 from model.config import ModelConfig
+from model.runtime import Runtime
 from model.tree import Spec
 
 
@@ -38,3 +51,121 @@ def specs(cfg: ModelConfig) -> ModelParams:
         ),
         mtp=dspark.specs(cfg),
     )
+
+
+@dataclass(frozen=True)
+class Model:
+    """The static half of a forward (``cfg``, ``rt``, ``layout``) beside the tensors that never change during a run.
+
+    ``jit(fn, *static)`` gives ``fn`` with its static arguments bound, compiled or not: the runner's choice.
+    """
+
+    cfg: ModelConfig
+    rt: Runtime
+    layout: Layout
+    params: ModelParams
+    consts: Constants
+    addresses: tuple[Address, ...]
+    jit: Callable = partial
+
+
+@dataclass(frozen=True)
+class Trim:
+    """Layers from ``layer`` on run only on ``rows`` [M] of the step, described by ``batch`` (bounded replay, spec 13).
+
+    A source layer at ``layer`` still writes its global rows for every row first.
+    """
+
+    layer: int
+    rows: Tensor
+    batch: Batch
+
+
+def begin(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, embed: Tensor, consts: Constants, batch: Batch, cache: Cache
+) -> tuple[View, Carry]:
+    """What the rows see, and the streams: the embedding copied C times, collapsed by a one-hot pre-mix."""
+    x = embed[batch.tokens].unsqueeze(1).repeat(1, cfg.hc_mult, 1)
+    n = x.shape[0]
+    pre = x.new_zeros((n, cfg.hc_mult), dtype=torch.float32)
+    pre[:, 0] = 1
+    per_page = layout.page_size // (cfg.candidate_block_size * cfg.compress_ratios[cfg.last_source])
+    topk_idxs = batch.positions.new_full((n, cfg.index_topk), -1)
+    blocks = torch.zeros((n, batch.page_tables.shape[1] * per_page), dtype=torch.bool, device=x.device)
+    return look(cfg, layout, consts, batch, cache), Carry(x=x, pre=pre, topk_idxs=topk_idxs, blocks=blocks)
+
+
+def tap(x: Tensor) -> Tensor:
+    """A layer's input as the drafter sees it: the mean of its streams, [N, C, D] -> [N, D]."""
+    return x.float().mean(1).to(x.dtype)
+
+
+def hidden(rt: Runtime, carry: Carry) -> Tensor:
+    """The final collapse, before the norm: [N, D]."""
+    return mhc_collapse(carry.pre, carry.x, backend=rt.kernels.mhc_collapse)
+
+
+def logits(cfg: ModelConfig, rt: Runtime, norm: Tensor, head: Tensor, y: Tensor) -> Tensor:
+    """fp32 logits [M, V] of collapsed rows y [M, D]."""
+    y = rms_norm(y, norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
+    return linear(y.float(), head, backend=rt.kernels.linear)
+
+
+def finish(cfg: ModelConfig, rt: Runtime, norm: Tensor, head: Tensor, carry: Carry, rows: Tensor) -> Tensor:
+    """Logits [M, V] of the wanted rows [M]."""
+    return logits(cfg, rt, norm, head, hidden(rt, carry)[rows])
+
+
+def take(carry: Carry, rows: Tensor) -> Carry:
+    """The carry of some rows only."""
+    return Carry(x=carry.x[rows], pre=carry.pre[rows], topk_idxs=carry.topk_idxs[rows], blocks=carry.blocks[rows])
+
+
+def layer_step(m: Model, i: int, batch: Batch, view: View, cache: Cache, carry: Carry, publish: bool = True) -> Carry:
+    """Block ``i`` on the carry. ``publish=False``: its global rows are already written."""
+    kind = m.cfg.kind(i)
+    kind = kind if publish else replace(kind, ratio=0)
+    step = m.jit(block.apply, m.cfg, m.rt, m.layout, kind)
+    return step(m.params.layers[i].block, m.addresses[i], batch, view, cache, carry)
+
+
+def engram_step(m: Model, i: int, view: View, carry: Carry) -> Carry:
+    """The Engram in front of layer ``i``, if it has one."""
+    p = m.params.layers[i].engram
+    if p is None:
+        return carry
+    index = m.cfg.engram_layer_ids.index(i)
+    step = m.jit(engram.apply, m.cfg, m.rt)
+    return replace(carry, x=step(p, m.consts.hashes[index], view.history, carry.x))
+
+
+def forward(
+    m: Model, cache: Cache, batch: Batch, rows: Tensor, trim: Trim | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """One step of the backbone. Writes ``cache`` in place.
+
+    ``rows`` [M]: rows whose logits are wanted, numbered after the trim if there is one. Returns logits [M, V] fp32 and
+    the drafter's taps [rows of the last layers, taps * D] (None where the model has no drafter).
+    """
+    view, carry = m.jit(begin, m.cfg, m.rt, m.layout)(m.params.embed, m.consts, batch, cache)
+    taps, publish = [], True
+    for i in range(m.cfg.num_hidden_layers):
+        carry = engram_step(m, i, view, carry)
+        if trim is not None and i == trim.layer:
+            if m.cfg.kind(i).ratio:
+                write = m.jit(block.publish, m.cfg, m.rt, m.layout, m.cfg.kind(i))
+                write(m.params.layers[i].block, m.addresses[i], batch, view, cache, carry)
+                publish = False
+            carry, batch, taps = take(carry, trim.rows), trim.batch, [t[trim.rows] for t in taps]
+            view = m.jit(look, m.cfg, m.layout)(m.consts, batch, cache)
+        if i in m.cfg.dspark_target_layer_ids:
+            taps.append(tap(carry.x))
+        carry = layer_step(m, i, batch, view, cache, carry, publish)
+        publish = True
+    out = m.jit(finish, m.cfg, m.rt)(m.params.norm, m.params.head, carry, rows)
+    if not m.params.mtp:
+        return out, None
+    features = torch.cat(taps, -1)
+    absorb = m.jit(dspark.absorb, m.cfg, m.rt)
+    absorb(m.params.mtp, m.addresses[m.cfg.num_hidden_layers :], features, view, cache)
+    return out, features

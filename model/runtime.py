@@ -1,0 +1,40 @@
+"""What never changes during a run: numerics, storage form and kernel backends. Another value is another graph."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import Kernels
+
+NUMERICS = ("fp32", "qat")
+STORAGE = ("plain", "packed")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """``numerics``: fp32 (no fake quantisation) or qat (as released). ``cache``: plain (compute dtype) or packed.
+
+    ``batch_invariant``: a row's result does not depend on the other rows of its step.
+    """
+
+    numerics: str = "qat"
+    cache: str = "plain"
+    batch_invariant: bool = True
+    kernels: Kernels = Kernels()  # backend of each op
+
+    def __post_init__(self):
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"numerics must be one of {NUMERICS}, got {self.numerics!r}")
+        if self.cache not in STORAGE:
+            raise ValueError(f"cache must be one of {STORAGE}, got {self.cache!r}")
+        if self.cache == "packed" and self.numerics != "qat":
+            raise ValueError("cache=packed stores quantised values: it needs numerics=qat, got numerics=fp32")
+
+    @property
+    def qat(self) -> bool:
+        return self.numerics == "qat"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Activation type."""
+        return torch.bfloat16 if self.qat else torch.float32
