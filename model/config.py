@@ -1,5 +1,6 @@
 """The model's configuration: DeepSeek's field names (`config.json`), checked; layer roles derived from them."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,6 +11,7 @@ IGNORED_ROOT = {
     "tie_word_embeddings", "use_cache", "initializer_range",
 }  # fmt: skip
 IGNORED_TEXT = {"model_type", "attention_dropout", "use_cache", "initializer_range", "dtype", "torch_dtype"}
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # at the root, with defaults
 FIXED = {
     "num_key_value_heads": 1,
     "hidden_act": "silu",
@@ -43,6 +45,10 @@ class RopeScaling:
     def __post_init__(self):
         if self.rope_type != "yarn":
             raise ValueError(f"rope_scaling.rope_type must be 'yarn', got {self.rope_type!r}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "rope_type" and not (_is_number(value) and value > 0):
+                raise ValueError(f"rope_scaling.{f.name} must be a number > 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -180,14 +186,19 @@ class ModelConfig:
         if not isinstance(text, dict):
             raise ValueError("config.json: 'text_config' is missing or not an object")
         names = {f.name: f for f in fields(cls)}
-        tokens = {k: root[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in root}
+        tokens = {k: root[k] for k in TOKENS if k in root}
         for key in root:
             if key not in IGNORED_ROOT | tokens.keys() | {"text_config", "quantization_config", "model_type"}:
                 raise ValueError(f"config.json: unknown field {key!r} = {root[key]!r}")
+            if key in FIXED and root[key] != FIXED[key]:
+                raise ValueError(f"config.json: {key} must be {FIXED[key]!r}, got {root[key]!r}")
         if root.get("model_type", "deepseek_v41") != "deepseek_v41":
             raise ValueError(f"config.json: model_type must be 'deepseek_v41', got {root['model_type']!r}")
+        stored = root.get("quantization_config")
+        if not isinstance(stored, dict):
+            raise ValueError("config.json: 'quantization_config' is missing or not an object")
         for key, want in QUANTIZATION.items():
-            got = root.get("quantization_config", {}).get(key)
+            got = stored.get(key)
             if got != want:
                 raise ValueError(f"config.json: quantization_config.{key} must be {want!r}, got {got!r}")
         values = {}
@@ -199,8 +210,7 @@ class ModelConfig:
                 values[key] = _typed(key, value, names[key].type)
             elif key not in IGNORED_TEXT:
                 raise ValueError(f"config.json: unknown field text_config.{key} = {value!r}; known: {sorted(names)}")
-        defaults = ("rope_scaling", "bos_token_id", "eos_token_id", "pad_token_id")
-        missing = sorted(n for n in names if n not in values and n not in defaults)
+        missing = sorted(n for n in names if n not in values and n not in TOKENS)
         if missing:
             raise ValueError(f"config.json: text_config lacks {missing}")
         return cls(**values)
@@ -210,7 +220,7 @@ class ModelConfig:
         text: dict[str, Any] = {"model_type": "deepseek_v41_text"}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name not in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if f.name not in TOKENS:
                 text[f.name] = list(value) if isinstance(value, tuple) else value
         scaling = self.rope_scaling
         text["rope_scaling"] = {f.name: getattr(scaling, f.name) for f in fields(scaling)}
@@ -239,11 +249,15 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
         if not isinstance(value, (list, tuple)) or not all(type(v) is int for v in value):
             raise ValueError(f"config.json: {key} must be a list of integers, got {value!r}")
         return tuple(value)
-    if key == "eos_token_id" and isinstance(value, list):
+    if key == "eos_token_id" and isinstance(value, list) and value:
         value = value[0]
-    if type(value) is bool or not isinstance(value, (int, float)) or (kind is int and type(value) is not int):
+    if not _is_number(value) or (kind is int and type(value) is not int):
         raise ValueError(f"config.json: {key} must be {'an integer' if kind is int else 'a number'}, got {value!r}")
     return kind(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _require(ok: bool, message: str) -> None:
@@ -262,6 +276,18 @@ def _check_sizes(c: ModelConfig) -> None:
     for name in ("hidden_size", "head_dim", "q_lora_rank", "moe_intermediate_size", "index_head_dim", "o_lora_rank"):
         value = getattr(c, name)
         _require(value % 32 == 0, f"{name} must be a multiple of 32 (quantisation groups), got {value}")
+    for name in (
+        "swiglu_limit",
+        "routed_scaling_factor",
+        "rope_theta",
+        "compress_rope_theta",
+        "rms_norm_eps",
+        "hc_eps",
+    ):
+        _require(getattr(c, name) > 0, f"{name} must be > 0, got {getattr(c, name)}")
+    for name in TOKENS:
+        token = getattr(c, name)
+        _require(0 <= token < c.vocab_size, f"{name} must be a token id below {c.vocab_size}, got {token}")
     heads, groups = c.num_attention_heads, c.o_groups
     _require(heads % groups == 0, f"num_attention_heads must divide by o_groups, got {heads} and {groups}")
     rope = c.qk_rope_head_dim
@@ -272,6 +298,8 @@ def _check_sizes(c: ModelConfig) -> None:
 
 
 def _check_layers(c: ModelConfig) -> None:
+    stages = c.num_nextn_predict_layers
+    _require(stages >= 0, f"num_nextn_predict_layers must be >= 0, got {stages}")
     n, ratios = c.num_hidden_layers, c.compress_ratios
     want = n + c.num_nextn_predict_layers
     _require(
@@ -308,15 +336,20 @@ def _check_layers(c: ModelConfig) -> None:
 def _check_engram(c: ModelConfig) -> None:
     ids, rows = c.engram_layer_ids, c.engram_num_embeddings
     _require(len(ids) == len(rows), f"engram_num_embeddings must have one entry per engram layer {ids}, got {rows}")
+    _require(list(ids) == sorted(set(ids)), f"engram_layer_ids must be ascending, got {ids}")
     for layer in ids:
-        _require(0 <= layer < c.num_hidden_layers, f"engram_layer_ids out of range: {layer}")
+        last = c.num_hidden_layers - 1
+        _require(0 <= layer <= last, f"engram_layer_ids must lie in 0..{last}, got {layer}")
     if ids:
+        _require(min(rows) >= 1, f"engram_num_embeddings must be >= 1, got {rows}")
+        _require(c.engram_n_heads >= 1, f"engram_n_heads must be >= 1, got {c.engram_n_heads}")
+        _require(c.engram_vocab_size >= 2, f"engram_vocab_size must be >= 2, got {c.engram_vocab_size}")
+        size = c.engram_compressed_vocab_size
+        _require(1 <= size <= c.vocab_size, f"engram_compressed_vocab_size must be in 1..{c.vocab_size}, got {size}")
         _require(c.engram_max_ngram_size >= 2, f"engram_max_ngram_size must be >= 2, got {c.engram_max_ngram_size}")
         _require(c.engram_head_dim % 32 == 0, f"engram_head_dim must be a multiple of 32, got {c.engram_head_dim}")
         pad, v = c.engram_pad_token_id, c.vocab_size
         _require(0 <= pad < v, f"engram_pad_token_id must be a token id below {v}, got {pad}")
-        wide = c.engram_columns * c.engram_head_dim
-        _require(wide % 32 == 0, f"engram row width must be a multiple of 32, got {wide}")
 
 
 def _check_drafter(c: ModelConfig) -> None:
@@ -329,7 +362,9 @@ def _check_drafter(c: ModelConfig) -> None:
     )
     _require(bool(c.dspark_target_layer_ids), "dspark_target_layer_ids must not be empty")
     for layer in c.dspark_target_layer_ids:
-        _require(0 <= layer < c.num_hidden_layers, f"dspark_target_layer_ids out of range: {layer}")
+        last = c.num_hidden_layers - 1
+        _require(0 <= layer <= last, f"dspark_target_layer_ids must lie in 0..{last}, got {layer}")
+    _require(c.dspark_markov_rank >= 1, f"dspark_markov_rank must be >= 1, got {c.dspark_markov_rank}")
     noise = c.dspark_noise_token_id
     _require(0 <= noise < c.vocab_size, f"dspark_noise_token_id must be a token id below {c.vocab_size}, got {noise}")
     k, e = c.dspark_num_experts_per_tok, c.dspark_n_routed_experts
