@@ -17,7 +17,13 @@ from model.config import ModelConfig
 from model.tree import Spec
 
 STORED = {"fp8": "F8_E4M3", "fp4": "I8", "bf16": "BF16", "f32": "F32"}  # Spec.fmt -> type in the file
-ITEM_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
+TORCH = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
 VISION = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 VISION_TENSORS = 266  # of the release; not described here
 Cut = tuple[int, int, int]  # a rank's part of a logical shape: dim, start, stop
@@ -40,7 +46,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
+        return self.numel * TORCH[self.dtype].itemsize
 
 
 def skipped(name: str) -> bool:
