@@ -60,7 +60,6 @@ def load(
 def random(
     cfg: ModelConfig,
     key: int,
-    *,
     numerics: str,
     weights: str = "dense",
     plan: Plan | None = None,
@@ -122,7 +121,7 @@ def _read_leaf(
 
 def _stack(read: Callable[[int], Quantized], experts: range) -> Quantized:
     """``read(e)`` of each expert as rows of one leaf."""
-    first = read(experts[0])
+    first = read(experts[0] if experts else 0)  # for the shapes, where a rank holds none
     weight, scale = (None if t is None else t.new_empty((len(experts), *t.shape)) for t in (first.weight, first.scale))
     for row, e in enumerate(experts):
         got = first if row == 0 else read(e)

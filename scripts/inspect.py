@@ -54,7 +54,7 @@ def group_of(path: str) -> str:
 
 
 def parameters(cfg: ModelConfig, specs: Mapping[str, Spec]) -> dict[str, int]:
-    """Parameter counts; what is *active* is told in ``ACTIVE`` (spec section 13.2 for prefill). Decode adds the head."""
+    """Parameter counts; ``ACTIVE`` says what is active (prefill: spec section 13.2); decode adds the head."""
     drafter = sum(s.numel for p, s in specs.items() if p.startswith("mtp."))
     engram = sum(s.numel for p, s in specs.items() if ".engram." in p)
     total = sum(s.numel for s in specs.values())

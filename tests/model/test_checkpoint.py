@@ -149,6 +149,22 @@ def test_ranks_of_a_plan_hold_the_whole_between_them(weights):
                 assert same(torch.cat([raw(p[path]) for p in parts], cut[0]), raw(value)), path
 
 
+def test_a_rank_reads_only_its_part(monkeypatch):
+    c = cfg(GOLDEN / "tiny_dspark")
+    rules = [["layers.*.experts.*", {"shard": 0, "axis": "ep", "uneven": "ceil"}], ["*", "replicate"]]
+    four = plan.parse({"ep": 4}, rules)  # 6 experts: 2, 2, 2, 0
+    seen: list[str] = []
+    read = checkpoint.Shards.read
+    monkeypatch.setattr(checkpoint.Shards, "read", lambda self, name, cut: seen.append(name) or read(self, name, cut))
+    where = GOLDEN / "tiny_dspark" / "weights.safetensors"
+    params = checkpoint.load(where, c, numerics="qat", weights="packed", plan=four, rank=1)
+    experts = {int(n.split(".")[4]) for n in seen if ".experts." in n and n.startswith("layers.")}
+    assert experts == {2, 3} and len(seen) == len(set(seen))
+    assert params.layers[0].block.ffn.experts.w1.weight.shape[0] == 2
+    none = checkpoint.load(where, c, numerics="qat", plan=four, rank=3).layers[0].block.ffn.experts.w1.weight
+    assert none.shape == (0, c.moe_intermediate_size, c.hidden_size)
+
+
 def test_cut_inside_a_block_is_refused():
     cfg = checkpoint.read_config(GOLDEN / "tiny_batch")
     size = dict(tree.walk(transformer.specs(cfg)))["layers.0.block.attn.wkv"].shape[0] // 16
