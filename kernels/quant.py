@@ -28,6 +28,11 @@ def pow2ceil(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
 
 
+def _floor_pow2(x: Tensor) -> Tensor:
+    """The largest power of two <= x; x fp32, positive, normal."""
+    return (x.view(torch.int32) & -0x800000).view(torch.float32)
+
+
 def _scale_bytes(scale: Tensor) -> Tensor:
     """UE8M0 bytes (exponent + 127) of powers of two, fp32 -> uint8."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8)
@@ -46,17 +51,15 @@ def _round_e4m3(x: Tensor) -> Tensor:
 def _round_e2m1(x: Tensor) -> Tensor:
     """fp32 -> nearest of +-{0, .5, 1, 1.5, 2, 3, 4, 6}; ties to the even code, saturating (spec 2.3)."""
     x = x.clamp(-FP4_MAX, FP4_MAX)
-    mag = x.abs()
-    step = torch.where(mag < 2, 0.5, torch.where(mag < 4, 1.0, 2.0))
+    step = 0.5 * _floor_pow2(x.abs().clamp(min=1.0))  # 0.5 below 2, 1 below 4, else 2
     return torch.round(x / step) * step
 
 
 def _e2m1_codes(x: Tensor) -> Tensor:
     """E2M1 values fp32 -> codes uint8: 0..7 by magnitude, + 8 if the sign bit is set."""
     mag = x.abs()
-    high = (mag.view(torch.int32) - (126 << 23)) >> 22  # exponent and the one mantissa bit, from 1.0 = code 2 up
-    code = torch.where(mag < 1, (mag * 2).to(torch.int32), high)
-    return (code + 8 * torch.signbit(x).to(torch.int32)).to(torch.uint8)
+    code = torch.minimum(torch.minimum(2 * mag, mag + 2), 0.5 * mag + 4)  # one line for each step of the grid
+    return code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def _e2m1_values(codes: Tensor) -> Tensor:
@@ -75,6 +78,14 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """[.., K/2] uint8 bytes -> [.., K] codes; inverse of ``pack``."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _e2m1_unpacked(packed: Tensor) -> Tensor:
+    """[.., K/2] uint8 bytes -> [.., K] E2M1 values fp32: arithmetic in a fused graph, else a gather, 5 times faster."""
+    if torch.compiler.is_compiling():
+        return _e2m1_values(unpack(packed))
+    pairs = _e2m1_values(unpack(torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(1)))
+    return torch.nn.functional.embedding(packed.to(torch.int32), pairs).flatten(-2)
 
 
 def _grouped(x: Tensor, size: int) -> Tensor:
@@ -154,7 +165,7 @@ def encode_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of ``encode_mxfp4``: [.., K] in ``dtype``."""
-    values = _grouped(_e2m1_values(unpack(codes)), GROUP)
+    values = _grouped(_e2m1_unpacked(codes), GROUP)
     return (values * _from_scale_bytes(scales).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
@@ -166,7 +177,7 @@ def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_nvfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of ``encode_nvfp4``: [.., K] in ``dtype``."""
-    values = _grouped(_e2m1_values(unpack(codes)), NVFP4_GROUP)
+    values = _grouped(_e2m1_unpacked(codes), NVFP4_GROUP)
     return (values * scales.view(torch.float8_e4m3fn).float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
@@ -211,7 +222,7 @@ def quantise_fp4(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Packed int8 [.., N, K/2] and E8M0 [.., N, K/32] -> [.., N, K], exact in bf16 and fp32."""
-    values = _grouped(_e2m1_values(unpack(weight.view(torch.uint8))), GROUP)
+    values = _grouped(_e2m1_unpacked(weight.view(torch.uint8)), GROUP)
     return (values * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 

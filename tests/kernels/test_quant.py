@@ -135,6 +135,15 @@ def test_traces_whole_with_dynamic_rows(name: str):
         assert same_bits(compiled(x), fake(x))
 
 
+@pytest.mark.medium
+def test_unpacking_in_a_graph_equals_unpacking_by_gather():
+    compiled = torch.compile(quant.decode_mxfp4, fullgraph=True, dynamic=True)
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    scales = torch.arange(120, 136, dtype=torch.uint8).view(16, 1)
+    for dtype in BITS:
+        assert same_bits(compiled(codes, scales, dtype), quant.decode_mxfp4(codes, scales, dtype))
+
+
 WEIGHTS = {
     "block": (quant.quantise_fp8_block, quant.dequantise_fp8_block, 2**-4),
     "rows": (quant.quantise_fp8_rows, quant.dequantise_fp8_rows, 2**-4),
