@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +20,8 @@ from model.cache import Layout
 from model.config import ModelConfig
 from model.tree import Spec
 from parallel.plan import Plan
-from scripts import build, report
+from scripts.build import Settings
+from scripts.entry import entry
 
 GROUPS = {  # group -> paths of its leaves; first match wins, the drafter's own blocks included
     "drafter": "mtp.*",
@@ -119,7 +118,10 @@ def rank_bytes(specs: Mapping[str, Spec], plan: Plan) -> list[int]:
 
 def check_schema(specs: Mapping[str, Spec], schema: Mapping[str, release.Entry]) -> None:
     """Each kind of leaf, encoded on the meta device, has the types and shapes that the schema lists for it."""
-    for spec, path in {spec: path for path, spec in specs.items()}.items():
+    kinds: dict[Spec, str] = {}
+    for path, spec in specs.items():
+        kinds.setdefault(spec, path)
+    for spec, path in kinds.items():
         one = release.one(spec)
         made = release.encode(one, torch.empty(one.shape, device="meta"))
         got = [(tuple(t.shape), t.dtype) for t in made if t is not None]
@@ -138,8 +140,8 @@ def inspect(cfg: ModelConfig, plan: Plan) -> dict[str, int | float]:
     schema = release.schema(cfg)
     check_schema(specs, schema)
     stored = Counter()
-    for entry in schema.values():
-        stored[entry.dtype] += entry.nbytes
+    for tensor in schema.values():
+        stored[tensor.dtype] += tensor.nbytes
     held = rank_bytes(specs, plan)
     layout = Layout(cfg, storage="packed")
     per_token = layout.bytes_per_token
@@ -162,10 +164,10 @@ def tables(cfg: ModelConfig, plan: Plan, result: Mapping[str, int | float]) -> l
     """The parts of the model, and the totals, to read."""
     specs = dict(tree.walk(transformer.specs(cfg)))
     parts = {group: Counter() for group in GROUPS}
-    for entry in release.schema(cfg).values():
-        parts[group_of(entry.path)]["tensors"] += 1
+    tensors = Counter(tensor.path for tensor in release.schema(cfg).values())
     for path, spec in specs.items():
         part = parts[group_of(path)]
+        part["tensors"] += tensors[path]
         part["parameters"] += spec.numel
         part["bytes"] += local_bytes(path, spec, None).total()
         cut = plan.slice(path, spec.shape, plan.coords(0))
@@ -191,16 +193,14 @@ def scaled(value: float) -> str:
     return f"{value:g}"
 
 
-@hydra.main(config_path="../conf", config_name="config", version_base="1.3")
-def main(config: DictConfig) -> None:
-    cfg = build.build_model_config(config.model)
-    plan = build.build_plan(config.parallel, cfg)
-    result = inspect(cfg, plan)
+def run(s: Settings) -> dict[str, int | float]:
+    """Print the tables; return the figures."""
+    result = inspect(s.model, s.parallel)
     console = Console(width=100)
-    for table in tables(cfg, plan, result):
+    for table in tables(s.model, s.parallel, result):
         console.print(table)
-    report.emit(result)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    entry(run)
