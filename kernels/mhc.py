@@ -24,13 +24,18 @@ def mhc_mix(
     m = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     pre = torch.sigmoid(m[:, :c] * scale[0] + base[:c]) + eps
     post = 2 * torch.sigmoid(m[:, c : 2 * c] * scale[1] + base[c : 2 * c])
-    mix = (m[:, 2 * c :] * scale[2] + base[2 * c :]).view(n, c, c)
-    mix = torch.softmax(mix, -1) + eps
-    mix = mix / (mix.sum(1, keepdim=True) + eps)
+    mix = torch.softmax((m[:, 2 * c :] * scale[2] + base[2 * c :]).view(n, c, c), -1) + eps
+    return pre, post, sinkhorn(mix, iters, eps)
+
+
+def sinkhorn(mix: Tensor, iters: int, eps: float) -> Tensor:
+    """Divide columns by their sums, then rows and columns in turn, ``iters`` column passes in all. mix [N, C, C]."""
+    mix = mix.permute(1, 2, 0).contiguous()  # rows last: each pass is then one vector operation over all of them
+    mix = mix / (mix.sum(0, keepdim=True) + eps)
     for _ in range(iters - 1):
-        mix = mix / (mix.sum(2, keepdim=True) + eps)
         mix = mix / (mix.sum(1, keepdim=True) + eps)
-    return pre, post, mix
+        mix = mix / (mix.sum(0, keepdim=True) + eps)
+    return mix.permute(2, 0, 1).contiguous()
 
 
 @op

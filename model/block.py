@@ -1,5 +1,7 @@
 """One block: attention and experts, each between an mHC mix and post (spec section 4)."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from kernels.linear import rms_norm
@@ -40,41 +42,48 @@ def collapsed(cfg: ModelConfig, rt: Runtime, norm: Tensor, pre: Tensor, x: Tenso
     return rms_norm(u, norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
 
 
-def feed_forward(
-    cfg: ModelConfig,
-    rt: Runtime,
-    k: int,
-    p: BlockParams,
-    x: Tensor,
-    pre: Tensor,
-    valid: Tensor,
-    cache: Cache,
-    at: Address,
-) -> tuple[Tensor, Tensor]:
-    """The expert half: streams [N, C, D] after attention and attention's pre-mix -> streams, pre-mix for the next layer."""
-    next_pre, post, mixing = mhc.mix(cfg, rt, p.hc_ffn, x)
-    v = collapsed(cfg, rt, p.ffn_norm, pre, x)
-    f = moe.apply(cfg, rt, k, p.ffn, v, valid, cache.load, at.layer)
-    return mhc_post(f, x, post, mixing, backend=rt.kernels.mhc_post), next_pre
+def attention_half(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, norm: Tensor, p: attention.AttentionParams,
+    mixed: mhc.Mixed, at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Streams [N, C, D] after attention, topk_idxs, candidate blocks."""
+    u = collapsed(cfg, rt, norm, carry.pre, carry.x)
+    o, topk_idxs, blocks = attention.apply(cfg, rt, layout, kind, p, u, at, batch, view, cache, carry)
+    return mhc_post(o, carry.x, mixed.post, mixed.mixing, backend=rt.kernels.mhc_post), topk_idxs, blocks
+
+
+def expert_half(
+    cfg: ModelConfig, rt: Runtime, k: int, experts: int, norm: Tensor, p: moe.MoEParams,
+    pre: Tensor, mixed: mhc.Mixed, x: Tensor, valid: Tensor, load: Tensor, layer: Tensor,
+) -> Tensor:  # fmt: skip
+    """Streams [N, C, D] after the experts, from those after attention and attention's pre-mix [N, C]."""
+    v = collapsed(cfg, rt, norm, pre, x)
+    f = moe.apply(cfg, rt, k, p, v, valid, load, layer)
+    return mhc_post(f, x, mixed.post, mixed.mixing, backend=rt.kernels.mhc_post)
 
 
 def apply(
-    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams,
+    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams,
     at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
 ) -> Carry:  # fmt: skip
-    """One backbone layer. The attention input is collapsed with the previous layer's pre-mix (spec section 4)."""
-    pre, post, mixing = mhc.mix(cfg, rt, p.hc_attn, carry.x)
-    u = collapsed(cfg, rt, p.attn_norm, carry.pre, carry.x)
-    o, topk_idxs, blocks = attention.apply(cfg, rt, layout, kind, p.attn, u, at, batch, view, cache, carry)
-    x = mhc_post(o, carry.x, post, mixing, backend=rt.kernels.mhc_post)
-    x, pre = feed_forward(cfg, rt, cfg.num_experts_per_tok, p, x, pre, view.valid, cache, at)
-    return Carry(x=x, pre=pre, topk_idxs=topk_idxs, blocks=blocks)
+    """One backbone layer in four calls, each a graph that all layers of its kind share (``jit``: model/transformer.py).
+
+    The attention input is collapsed with the previous layer's pre-mix (spec section 4).
+    """
+    mix = jit(mhc.mix, cfg, rt)
+    first = mix(p.hc_attn, carry.x)
+    attend = jit(attention_half, cfg, rt, layout, kind)
+    x, topk_idxs, blocks = attend(p.attn_norm, p.attn, first, at, batch, view, cache, carry)
+    second = mix(p.hc_ffn, x)
+    think = jit(expert_half, cfg, rt, cfg.num_experts_per_tok, cfg.n_routed_experts)
+    x = think(p.ffn_norm, p.ffn, first.pre, second, x, view.valid, cache.load, at.layer)
+    return Carry(x=x, pre=second.pre, topk_idxs=topk_idxs, blocks=blocks)
 
 
 def publish(
-    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams,
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, norm: Tensor, p: attention.AttentionParams,
     at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
 ) -> None:  # fmt: skip
     """Only the global rows that a source layer writes: needs no attention and no experts of it (spec section 13.1)."""
-    u = collapsed(cfg, rt, p.attn_norm, carry.pre, carry.x)
-    attention.publish(cfg, rt, layout, kind, p.attn, u, at, batch, view, cache)
+    u = collapsed(cfg, rt, norm, carry.pre, carry.x)
+    attention.publish(cfg, rt, layout, kind, p, u, at, batch, view, cache)

@@ -3,6 +3,8 @@
 N rows of a backbone step, B sequences, k draft block, D model dim, V vocabulary, R Markov rank.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,15 @@ class DraftBatch:
     floors: Tensor  # [B] lowest position whose context row is in the ring
     inv_temperature: Tensor  # [B] fp32
     noise: Tensor  # [B, k, V] fp32 added to scaled logits: the noise the verifier will use at the same positions
+
+
+@tree.node
+class BlockView:
+    """What the rows of the block see, B * k rows."""
+
+    rope: tuple[Tensor, Tensor]  # cos, sin [B * k, rd/2]
+    entries: Tensor  # [B * k, W + k]
+    valid: Tensor  # [B * k] bool
 
 
 @tree.node
@@ -114,41 +125,43 @@ def block_entries(cfg: ModelConfig, layout: Layout, batch: DraftBatch) -> Tensor
     return entries.unsqueeze(1).expand(-1, k, -1).flatten(0, 1)
 
 
-def stage(
-    cfg: ModelConfig, rt: Runtime, layout: Layout, p: block.BlockParams, at: Address,
-    turn: tuple[Tensor, Tensor], entries: Tensor, valid: Tensor, cache: Cache, x: Tensor, pre: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One stage on block rows x [B * k, C, D]: a window-only block whose rows are never written to a ring."""
-    next_pre, post, mixing = mhc.mix(cfg, rt, p.hc_attn, x)
-    u = block.collapsed(cfg, rt, p.attn_norm, pre, x)
-    qr = quant_linear(u, p.attn.wq_a.weight, p.attn.wq_a.scale, rt.qat, backend=rt.kernels.quant_linear)
-    qr = rms_norm(qr, p.attn.q_norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
-    key = attention.window_key(cfg, rt, p.attn, u, turn)
-    o = attention.attend(cfg, rt, layout, p.attn, qr, key, turn, entries, None, at, cache)
-    x = mhc_post(o, x, post, mixing, backend=rt.kernels.mhc_post)
-    return block.feed_forward(cfg, rt, cfg.dspark_num_experts_per_tok, p, x, next_pre, valid, cache, at)
-
-
-def draft(
-    cfg: ModelConfig, rt: Runtime, layout: Layout, p: tuple[StageParams, ...], at: tuple[Address, ...],
-    freqs: Tensor, embed: Tensor, head: Tensor, batch: DraftBatch, cache: Cache,
-) -> Draft:  # fmt: skip
-    """Draft k tokens for each sequence in one pass, then chain them by the Markov head."""
+def open_block(
+    cfg: ModelConfig, layout: Layout, freqs: Tensor, embed: Tensor, batch: DraftBatch
+) -> tuple[Tensor, Tensor, BlockView]:
+    """The block's streams [B * k, C, D] (anchor, then noise tokens), one-hot pre-mix, and what its rows see."""
     b, k = batch.anchors.shape[0], cfg.dspark_block_size
-    ids = torch.full((b, k), cfg.dspark_noise_token_id, dtype=torch.int64, device=embed.device)
-    ids[:, 0] = batch.anchors
-    x = embed[ids.flatten()].unsqueeze(1).repeat(1, cfg.hc_mult, 1)
+    noise = torch.full((b, k - 1), cfg.dspark_noise_token_id, dtype=torch.int64, device=embed.device)
+    ids = torch.cat((batch.anchors.unsqueeze(-1), noise), 1).flatten()
+    x = embed[ids].unsqueeze(1).repeat(1, cfg.hc_mult, 1)
     pre = x.new_zeros((b * k, cfg.hc_mult), dtype=torch.float32)
     pre[:, 0] = 1
     positions = (batch.positions.unsqueeze(-1) + torch.arange(k, device=embed.device)).flatten()
     valid = (batch.positions >= 0).repeat_interleave(k)
-    turn, entries = rope(positions, freqs), block_entries(cfg, layout, batch)
-    for s, where in zip(p, at, strict=True):
-        x, pre = stage(cfg, rt, layout, s.block, where, turn, entries, valid, cache, x, pre)
+    return x, pre, BlockView(rope(positions, freqs), block_entries(cfg, layout, batch), valid)
+
+
+def attention_half(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, norm: Tensor, p: attention.AttentionParams,
+    mixed: mhc.Mixed, at: Address, view: BlockView, cache: Cache, pre: Tensor, x: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attention of a stage over its context ring and the whole block; the block's rows are written to no ring."""
+    u = block.collapsed(cfg, rt, norm, pre, x)
+    qr = quant_linear(u, p.wq_a.weight, p.wq_a.scale, rt.qat, backend=rt.kernels.quant_linear)
+    qr = rms_norm(qr, p.q_norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
+    key = attention.window_key(cfg, rt, p, u, view.rope)
+    o = attention.attend(cfg, rt, layout, p, qr, key, view.rope, view.entries, None, at, cache)
+    return mhc_post(o, x, mixed.post, mixed.mixing, backend=rt.kernels.mhc_post)
+
+
+def close_block(
+    cfg: ModelConfig, rt: Runtime, p: StageParams, head: Tensor, batch: DraftBatch, pre: Tensor, x: Tensor
+) -> Draft:
+    """Collapse the last stage, and draft token by token: base logits plus the Markov bias of the token before."""
+    b, k = batch.anchors.shape[0], cfg.dspark_block_size
     y = mhc_collapse(pre, x, backend=rt.kernels.mhc_collapse)
-    base = rms_norm(y, p[-1].norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
+    base = rms_norm(y, p.norm, cfg.rms_norm_eps, backend=rt.kernels.rms_norm)
     base = linear(base.float(), head, backend=rt.kernels.linear)
-    return chain(rt, p[-1], batch, base.view(b, k, -1), y.view(b, k, -1))
+    return chain(rt, p, batch, base.view(b, k, -1), y.view(b, k, -1))
 
 
 def chain(rt: Runtime, p: StageParams, batch: DraftBatch, base: Tensor, y: Tensor) -> Draft:
@@ -163,3 +176,21 @@ def chain(rt: Runtime, p: StageParams, batch: DraftBatch, base: Tensor, y: Tenso
         biased.append(row)
         confidence.append(sure.squeeze(-1))
     return Draft(tokens=torch.stack(tokens, 1), logits=torch.stack(biased, 1), confidence=torch.stack(confidence, 1))
+
+
+def draft(
+    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, p: tuple[StageParams, ...], at: tuple[Address, ...],
+    freqs: Tensor, embed: Tensor, head: Tensor, batch: DraftBatch, cache: Cache,
+) -> Draft:  # fmt: skip
+    """Draft k tokens for each sequence: every stage sees context rows <= anchor - 1 and all k rows of the block."""
+    x, pre, view = jit(open_block, cfg, layout)(freqs, embed, batch)
+    mix, attend = jit(mhc.mix, cfg, rt), jit(attention_half, cfg, rt, layout)
+    think = jit(block.expert_half, cfg, rt, cfg.dspark_num_experts_per_tok, cfg.dspark_n_routed_experts)
+    for s, where in zip(p, at, strict=True):
+        b = s.block
+        first = mix(b.hc_attn, x)
+        x = attend(b.attn_norm, b.attn, first, where, view, cache, pre, x)
+        second = mix(b.hc_ffn, x)
+        x = think(b.ffn_norm, b.ffn, first.pre, second, x, view.valid, cache.load, where.layer)
+        pre = second.pre
+    return jit(close_block, cfg, rt)(p[-1], head, batch, pre, x)

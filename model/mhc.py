@@ -31,7 +31,16 @@ def specs(cfg: ModelConfig) -> MixParams:
     )
 
 
-def mix(cfg: ModelConfig, rt: Runtime, p: MixParams, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Coefficients of a half-block from its input streams x [N, C, D]: pre [N, C], post [N, C], mixing [N, C, C]."""
+@tree.node
+class Mixed:
+    """Coefficients of one half-block, fp32."""
+
+    pre: Tensor  # [N, C] collapses the streams for the *next* half-block
+    post: Tensor  # [N, C] what each stream takes of the half-block's output
+    mixing: Tensor  # [N, C, C] source stream first
+
+
+def mix(cfg: ModelConfig, rt: Runtime, p: MixParams, x: Tensor) -> Mixed:
+    """Coefficients of a half-block from its input streams x [N, C, D]."""
     iters, eps = cfg.hc_sinkhorn_iters, cfg.hc_eps
-    return mhc_mix(x, p.fn, p.base, p.scale, iters, eps, cfg.rms_norm_eps, backend=rt.kernels.mhc_mix)
+    return Mixed(*mhc_mix(x, p.fn, p.base, p.scale, iters, eps, cfg.rms_norm_eps, backend=rt.kernels.mhc_mix))

@@ -125,8 +125,8 @@ def layer_step(m: Model, i: int, batch: Batch, view: View, cache: Cache, carry: 
     """Block ``i`` on the carry. ``publish=False``: its global rows are already written."""
     kind = m.cfg.kind(i)
     kind = kind if publish else replace(kind, ratio=0)
-    step = m.jit(block.apply, m.cfg, m.rt, m.layout, kind)
-    return step(m.params.layers[i].block, m.addresses[i], batch, view, cache, carry)
+    p, at = m.params.layers[i].block, m.addresses[i]
+    return block.apply(m.jit, m.cfg, m.rt, m.layout, kind, p, at, batch, view, cache, carry)
 
 
 def engram_step(m: Model, i: int, view: View, carry: Carry) -> Carry:
@@ -153,8 +153,8 @@ def forward(
         carry = engram_step(m, i, view, carry)
         if trim is not None and i == trim.layer:
             if m.cfg.kind(i).ratio:
-                write = m.jit(block.publish, m.cfg, m.rt, m.layout, m.cfg.kind(i))
-                write(m.params.layers[i].block, m.addresses[i], batch, view, cache, carry)
+                p, write = m.params.layers[i].block, m.jit(block.publish, m.cfg, m.rt, m.layout, m.cfg.kind(i))
+                write(p.attn_norm, p.attn, m.addresses[i], batch, view, cache, carry)
                 publish = False
             carry, batch, taps = take(carry, trim.rows), trim.batch, [t[trim.rows] for t in taps]
             view = m.jit(look, m.cfg, m.layout)(m.consts, batch, cache)

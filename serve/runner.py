@@ -1,0 +1,148 @@
+"""The runner: packs a plan's spans, runs the compiled layers, owns the cache. The one caller of torch.compile.
+
+With any op on the `compile` or `triton` backend each kind of layer becomes one graph; lengths, batch membership and
+positions are data, so a warmed-up runner never recompiles.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo import mark_dynamic
+from torch.fx.experimental import _config as shape_config
+from torch.utils._pytree import tree_leaves
+
+from model import dspark, transformer
+from model.batch import Batch
+from model.dspark import Draft, DraftBatch
+from model.pack import ROW_MULTIPLE, Span, pack
+from model.transformer import Model, Trim
+
+MAX_DIM = 1 << 20  # most rows, pages or sequences that a compiled graph promises to serve
+
+
+def compiler() -> Callable:
+    """A `jit` for `Model`: one compiled function per (function, static arguments), each with a cache of its own."""
+    cache: dict[tuple, Callable] = {}
+
+    def jit(fn: Callable, *static: Any) -> Callable:
+        key = (fn, *static)
+        if key not in cache:
+
+            def bound(*args: Any) -> Any:
+                return fn(*static, *args)
+
+            # Dynamo keeps its graphs by code object; a copy per key keeps one kind's graphs from counting for another.
+            code = bound.__code__.replace(co_name=f"{fn.__module__}.{fn.__name__}".replace(".", "_"))
+            copy = FunctionType(code, bound.__globals__, code.co_name, None, bound.__closure__)
+            cache[key] = torch.compile(copy, fullgraph=True)
+        return cache[key]
+
+    return jit
+
+
+def compiled(model: Model) -> bool:
+    """Whether the layers are to be compiled: some op is not on its reference body."""
+    return any(backend != "reference" for backend in model.rt.kernels.names().values())
+
+
+class Runner:
+    """Runs steps of ``model`` on a cache of ``pages`` pages and ``slots`` sequences (number 0 of both is scratch)."""
+
+    def __init__(self, model: Model, pages: int, slots: int, device: torch.device | str = "cpu"):
+        self.model = replace(model, jit=compiler()) if compiled(model) else model
+        self.device = device
+        self.pages, self.slots = pages, slots
+        self.cache = model.layout.allocate(pages, slots, model.rt.dtype, device)
+        if compiled(model):
+            self.warm()
+
+    @property
+    def context(self) -> int:
+        """Most tokens one sequence may have: what the model allows and the pages hold."""
+        return min(self.model.cfg.max_position_embeddings, (self.pages - 1) * self.model.layout.page_size)
+
+    @property
+    def block(self) -> int:
+        """Tokens the drafter proposes at a time; 0 without a drafter."""
+        return self.model.cfg.dspark_block_size if self.model.params.mtp else 0
+
+    def check(self, tokens: np.ndarray) -> None:
+        """Raise ValueError for an empty prompt, one that leaves no room for an answer, or an id out of range."""
+        vocab = self.model.cfg.vocab_size
+        if len(tokens) == 0:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(tokens) >= self.context:
+            raise ValueError(f"the prompt has {len(tokens)} tokens, the context is {self.context}: shorten it")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab:
+            bad = low if low < 0 else high
+            raise ValueError(f"token id {bad} is out of range: the vocabulary has {vocab} ids")
+
+    @torch.inference_mode()
+    def step(self, spans: Sequence[Span], rows: Tensor, trim: Trim | None = None) -> tuple[Tensor, Tensor | None]:
+        """Run one step; logits [M, V] of the wanted ``rows`` [M] (numbered in span order) and the drafter's taps."""
+        batch = pack(spans, self.model.layout.page_size, self.device)
+        padded = F.pad(rows, (0, -len(rows) % ROW_MULTIPLE))
+        logits, taps = transformer.forward(self.model, self.cache, batch, padded, trim)
+        return logits[: len(rows)], taps
+
+    @torch.inference_mode()
+    def draft(self, batch: DraftBatch) -> Draft:
+        """Draft a block for each sequence; its context rows must be in the rings (they are after any `step`)."""
+        count = len(batch.anchors)
+        if count % 2:  # a graph serves two sequences or more
+            batch = DraftBatch(*(F.pad(t, (0, 0) * (t.dim() - 1) + (0, 1)) for t in tree_leaves(batch)))
+            batch.positions[count:] = -1
+        return Draft(*(t[:count] for t in tree_leaves(self._draft(batch))))
+
+    def _draft(self, batch: DraftBatch) -> Draft:
+        m, backbone = self.model, self.model.cfg.num_hidden_layers
+        p, at, freqs = m.params, m.addresses[backbone:], m.consts.window_freqs
+        return dspark.draft(m.jit, m.cfg, m.rt, m.layout, p.mtp, at, freqs, p.embed, p.head, batch, self.cache)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Compile every graph on scratch memory, all lengths dynamic."""
+        model, jit = self.model, self.model.jit
+        spans = [Span(np.zeros(n, np.int64), start=0, slot=0, pages=(0,) * 3) for n in (3, 9)]
+        batch = mark(pack(spans, model.layout.page_size, self.device))
+        self.model = replace(model, jit=lambda fn, *static: functools.partial(_marked, jit(fn, *static)))
+        with shape_config.patch(use_duck_shape=False):
+            transformer.forward(self.model, self.cache, batch, mark(torch.arange(11) % 8))
+            if self.block:
+                self._draft(mark(dummy_draft(model, 6)))
+        self.model = model
+
+
+def _marked(fn: Callable, *args: Any) -> Any:
+    """Call ``fn`` and mark what it returns, so that the next graph sees its rows as dynamic too."""
+    return mark(fn(*args))
+
+
+def mark(value: Any) -> Any:
+    """Mark the row dims of a batch, view, carry or tensor as dynamic; returns it."""
+    for leaf in tree_leaves(value):
+        if leaf.dim():
+            mark_dynamic(leaf, 0, min=2, max=MAX_DIM)
+        if leaf.dtype is torch.bool and leaf.dim() == 2:  # candidate blocks: as wide as the page tables reach
+            mark_dynamic(leaf, 1, min=2, max=MAX_DIM)
+    if isinstance(value, Batch):
+        mark_dynamic(value.page_tables, 1, min=2, max=MAX_DIM)
+        mark_dynamic(value.tiles, 1, min=2, max=MAX_DIM)
+    return value
+
+
+def dummy_draft(model: Model, sequences: int) -> DraftBatch:
+    """Padding only: drafts nothing, writes nothing."""
+    k, v = model.cfg.dspark_block_size, model.cfg.vocab_size
+    zeros = torch.zeros(sequences, dtype=torch.int64)
+    return DraftBatch(
+        zeros, zeros - 1, zeros.clone(), zeros.clone(), torch.ones(sequences), torch.zeros(sequences, k, v)
+    )
