@@ -1,0 +1,280 @@
+"""From YAML to dataclasses, and from those to the model: the one place that sees both.
+
+`build_settings` turns a composed config into checked, frozen values; the other functions take those.
+"""
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from kernels import Kernels, choose
+from kernels.registry import OPS
+from model import checkpoint, engram_tables, transformer, tree
+from model.cache import Layout
+from model.config import QUANTIZATION, ModelConfig
+from model.constants import constants
+from model.runtime import Runtime
+from parallel import plan
+from parallel.plan import Plan
+from scripts.bytetext import ByteText
+from serve.runner import Runner
+from serve.text import Text, normalise
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ROOT / "model" / "checkpoints" / "tiny"
+RANDOM = "random"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Sizes of the plain loop's cache."""
+
+    page_size: int  # tokens
+    pages: int  # without the scratch page
+    max_batch: int  # sequences
+
+    def __post_init__(self):
+        for name in ("pages", "max_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"serve.{name} must be >= 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Sizes of an evaluation, in tokens and prompts."""
+
+    context: int
+    stride: int
+    batch: int
+    prompts: int
+    prompt_tokens: int
+    temperature: float
+
+    def __post_init__(self):
+        for name in ("context", "stride", "batch", "prompts", "prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluate.{name} must be >= 1, got {getattr(self, name)}")
+        if self.stride > self.context:
+            raise ValueError(f"evaluate.stride must be <= evaluate.context {self.context}, got {self.stride}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The root config, checked. ``model`` is that of ``checkpoint=random``; ``model_chosen``: the caller named it."""
+
+    model: ModelConfig
+    parallel: Plan
+    kernels: Kernels
+    serve: Serve
+    evaluate: Evaluate
+    checkpoint: str
+    numerics: str
+    weights: str
+    cache: str
+    batch_invariant: bool
+    device: str
+    threads: int
+    seed: int
+    prompt: str | None
+    prompt_file: str | None
+    echo: bool
+    max_tokens: int
+    temperature: float
+    speculate: bool
+    golden: str | None
+    eval: str
+    bench: str
+    model_chosen: bool = False
+
+    def __post_init__(self):
+        build_runtime(self)  # numerics, cache
+        if self.weights not in checkpoint.WEIGHTS:
+            raise ValueError(f"weights must be one of {checkpoint.WEIGHTS}, got {self.weights!r}")
+        if self.threads < 1:
+            raise ValueError(f"threads must be >= 1, got {self.threads}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
+
+    @property
+    def random(self) -> bool:
+        return self.checkpoint == RANDOM
+
+
+# --- values ---
+
+
+def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
+    """Everything a script may use, from a composed config. ``overrides``: what the command line said, which tells a
+    chosen model from the default one. Raises ValueError naming the key, its value and what would do."""
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    model = build_model_config(values.pop("model", {}))
+    groups = {
+        "model": model,
+        "parallel": build_plan(values.pop("parallel", {}), model),
+        "kernels": build_kernels(values.pop("kernels", {})),
+        "serve": from_mapping(Serve, values.pop("serve", {}), "serve."),
+        "evaluate": from_mapping(Evaluate, values.pop("evaluate", {}), "evaluate."),
+        "model_chosen": any(o.lstrip("+~").startswith(("model=", "model.")) for o in overrides),
+    }
+    return from_mapping(Settings, values, "", **groups)
+
+
+def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The model of a ``conf/model`` YAML, whose fields are those of a released config.json's ``text_config``."""
+    root = {"text_config": plain(values), "quantization_config": dict(QUANTIZATION)}
+    try:
+        return ModelConfig.from_hf(root)
+    except ValueError as error:
+        message = str(error).removeprefix("config.json: ").replace("text_config lacks", "lacks these fields:")
+        raise ValueError(f"model: {message.replace('text_config.', '')}") from None
+
+
+def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
+    """The plan of a ``conf/parallel`` YAML; every parameter of the model must have a rule that fits it."""
+    values = plain(values)
+    known(values, ("axes", "rules"), "parallel.", complete=True)
+    made = plan.parse(values["axes"], values["rules"])
+    made.check({path: spec.shape for path, spec in tree.walk(transformer.specs(cfg))})
+    return made
+
+
+def build_kernels(values: Mapping[str, Any]) -> Kernels:
+    """Each op's backend: its own, or ``default``."""
+    values = plain(values)
+    known(values, ("default", *sorted(OPS)), "kernels.")
+    named = {key: value for key, value in values.items() if value is not None}
+    return choose(named.pop("default", "reference"), **named)
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dicts, lists and scalars of a config node, interpolations resolved."""
+    return OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else dict(values)
+
+
+def known(values: Mapping[str, Any], names: Sequence[str], where: str, complete: bool = False) -> None:
+    """Raise ValueError for a key that is not one of ``names``, or, if ``complete``, a name that has no key."""
+    for key in values:
+        if key not in names:
+            raise ValueError(f"unknown key {where}{key}; known: {', '.join(names)}")
+    for name in names:
+        if complete and name not in values:
+            raise ValueError(f"key {where}{name} is missing")
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], where: str, **done: Any) -> T:
+    """``cls(**values, **done)`` with unknown keys, missing keys and wrong types refused; lists become tuples."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in fields(cls) if f.name not in done]
+    known(values, names, where)
+    for f in fields(cls):
+        if f.name not in values and f.name not in done and f.default is MISSING:
+            raise ValueError(f"key {where}{f.name} is missing")
+    return cls(**{k: typed(v, hints[k], where + k) for k, v in values.items()}, **done)
+
+
+def typed(value: Any, hint: Any, key: str) -> Any:
+    """``value`` as the field's type, which is a scalar, a tuple of scalars, or one of these or None."""
+    choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in choices:
+        if typing.get_origin(kind) is tuple and isinstance(value, list):
+            return tuple(typed(v, typing.get_args(kind)[0], key) for v in value)
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is kind:
+            return value
+    wanted = " or ".join("null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in choices)
+    raise ValueError(f"{key} must be {wanted}, got {value!r}")
+
+
+# --- the model ---
+
+
+def build_runtime(s: Settings) -> Runtime:
+    return Runtime(numerics=s.numerics, cache=s.cache, batch_invariant=s.batch_invariant, kernels=s.kernels)
+
+
+def build_layout(s: Settings, cfg: ModelConfig) -> Layout:
+    return Layout(cfg, storage=s.cache, page_size=s.serve.page_size)
+
+
+def build_device(s: Settings) -> torch.device:
+    """The device, which must be there; sets torch's thread count."""
+    torch.set_num_threads(s.threads)
+    try:
+        torch.empty(0, device=s.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={s.device} is not available: {str(error).splitlines()[0]}") from None
+    return torch.device(s.device)
+
+
+def checkpoint_config(s: Settings) -> ModelConfig:
+    """The config of the model to run: that of the checkpoint's config.json, or ``model=`` where weights are random.
+
+    Raises ValueError if the command line chose a model that is not the checkpoint's.
+    """
+    if s.random:
+        return s.model
+    if not Path(s.checkpoint).is_dir():
+        raise ValueError(
+            f"checkpoint={s.checkpoint}: no such folder; give a folder in the released layout, `checkpoint=random`, "
+            "or train one with `python -m scripts.train`"
+        )
+    cfg = checkpoint.read_config(s.checkpoint)
+    for f in fields(cfg) if s.model_chosen else ():
+        mine, its = getattr(s.model, f.name), getattr(cfg, f.name)
+        if mine != its:
+            raise ValueError(
+                f"model.{f.name}={mine} does not fit checkpoint={s.checkpoint}, whose config.json has {its}: "
+                "a checkpoint brings its own model; leave model out, or use checkpoint=random"
+            )
+    return cfg
+
+
+def build_text(s: Settings, cfg: ModelConfig) -> Text | ByteText:
+    """The checkpoint's tokenizer. Random weights take the shipped one if vocabularies agree, else a token per byte."""
+    if not s.random:
+        return Text.load(s.checkpoint)
+    if (SHIPPED / "tokenizer.json").is_file():
+        text = Text.load(SHIPPED)
+        if text.vocab_size == cfg.vocab_size:
+            return text
+    return ByteText(cfg.vocab_size, cfg.bos_token_id, cfg.eos_token_id)
+
+
+def token_map(s: Settings, cfg: ModelConfig, text: Text | ByteText) -> list[int] | None:
+    """Engram's map of token ids (spec section 8.1), None for random weights. Raises ValueError where the tokenizer does
+    not belong to the config."""
+    if s.random or not cfg.engram_layer_ids:
+        return None
+    ids, size = engram_tables.canonical_map(text.pieces(), text.raw_pieces(), normalise)
+    if size != cfg.engram_compressed_vocab_size:
+        raise ValueError(
+            f"{s.checkpoint}: config.json has engram_compressed_vocab_size {cfg.engram_compressed_vocab_size}, its "
+            f"tokenizer folds to {size} ids; config and tokenizer are not of one checkpoint"
+        )
+    return ids
+
+
+def build_model(s: Settings) -> tuple[transformer.Model, Text | ByteText]:
+    """Weights, constants and tokenizer, ready to run."""
+    device = build_device(s)
+    cfg = checkpoint_config(s)
+    rt, layout, text = build_runtime(s), build_layout(s, cfg), build_text(s, cfg)
+    consts = constants(cfg, token_map(s, cfg, text))
+    how = {"numerics": s.numerics, "weights": s.weights, "device": device}
+    params = checkpoint.random(cfg, s.seed, **how) if s.random else checkpoint.load(s.checkpoint, cfg, **how)
+    consts = tree.build(lambda _, leaf: leaf.to(device), consts)
+    return transformer.Model(cfg, rt, layout, params, consts, layout.addresses(device)), text
+
+
+def build_runner(s: Settings) -> tuple[Runner, Text | ByteText]:
+    """A runner for the plain loop; number 0 of pages and slots is scratch."""
+    model, text = build_model(s)
+    return Runner(model, s.serve.pages + 1, s.serve.max_batch + 1, build_device(s)), text

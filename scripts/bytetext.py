@@ -1,0 +1,46 @@
+"""A token per byte: what stands in for a tokenizer where random weights have a vocabulary of their own."""
+
+import codecs
+from collections.abc import Iterable
+
+FIRST = 8  # ids below it are left to special tokens
+
+
+class ByteText:
+    """As `serve.text.Text`, for any vocabulary of 264 ids or more: byte b is id 8 + b, later ids read as ``<id>``."""
+
+    def __init__(self, vocab_size: int, bos_id: int, eos_id: int):
+        if vocab_size < FIRST + 256:
+            raise ValueError(f"a token per byte needs model.vocab_size >= {FIRST + 256}, got {vocab_size}")
+        self.vocab_size, self.bos_id, self.eos_id = vocab_size, bos_id, eos_id
+
+    def encode(self, text: str) -> list[int]:
+        return [FIRST + b for b in text.encode()]
+
+    def prompt(self, text: str) -> list[int]:
+        return [self.bos_id, *self.encode(text)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        stream = self.stream()
+        return stream.push(ids) + stream.flush()
+
+    def stream(self) -> "ByteStream":
+        return ByteStream()
+
+
+class ByteStream:
+    """Text as its ids arrive; bytes of an unfinished character wait."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        return "".join(self._one(i) for i in ids)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+    def _one(self, i: int) -> str:
+        if FIRST <= i < FIRST + 256:
+            return self._decoder.decode(bytes([i - FIRST]))
+        return self._decoder.decode(f"<{i}>".encode())

@@ -1,0 +1,113 @@
+"""How every script starts and ends: arguments quoted, config composed and checked, one result, errors in one line."""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from scripts import build, report
+
+CONF = Path(__file__).parents[1] / "conf"
+TEXTS = ("prompt", "prompt_file")  # taken as they are, commas and all
+PATHS = ("checkpoint", "golden")  # likewise, but with --multirun a comma sweeps
+FAILURES = ("failed", "mismatches")  # results that are counts of what must not be
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def entry(
+    run: Callable[[Any], dict | None], settings: Callable = build.build_settings, config_name: str = "config"
+) -> None:
+    """Be the script: compose the config from sys.argv, call ``run(settings(config, overrides))`` in Hydra's run folder,
+    emit the flat result it returns.
+
+    A ValueError or OSError, ours or Hydra's, becomes one line on stderr and exit code 1. A result that counts failures
+    ends with exit code 1 too.
+    """
+    sys.argv[1:] = verbatim(sys.argv[1:])
+    traced = FULL_ERROR in os.environ
+    os.environ[FULL_ERROR] = "1"  # Hydra raises its errors instead of printing them
+
+    @wraps(run)
+    def job(config: DictConfig) -> None:
+        try:
+            made = settings(config, HydraConfig.get().overrides.task)
+            OmegaConf.save(config, report.run_folder() / "config.yaml", resolve=True)
+            result = run(made)
+        except (ValueError, OSError) as error:
+            fail(str(error), traced)
+        if result is not None:
+            report.emit(result)
+            if any(result.get(key) for key in FAILURES):
+                raise SystemExit(1)
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error, config_name), traced)
+
+
+def fail(message: str, traced: bool) -> NoReturn:
+    """End with one line on stderr; the whole stack for those who set HYDRA_FULL_ERROR."""
+    if traced:
+        traceback.print_exc()
+    print(f"error: {message}" + ("" if traced else f" ({FULL_ERROR}=1 shows the stack)"), file=sys.stderr)
+    raise SystemExit(1)
+
+
+def explain(error: Exception, config_name: str) -> str:
+    """One line for an error of Hydra's: an unknown key comes with the known ones, an unknown choice with the others."""
+    message = str(error)
+    unknown = re.search(r"Could not override '([^']+)'", message)
+    if unknown and "not in struct" in f"{message} {error.__cause__}":
+        key = unknown[1]
+        where, names = siblings(key, config_name)
+        return f"unknown key {key}; known{where}: {', '.join(names)}"
+    return " ".join(message.partition("Config search path")[0].split())
+
+
+def siblings(key: str, config_name: str) -> tuple[str, list[str]]:
+    """`` in GROUP`` and the keys beside ``key`` in the default config: those of its group, or else of the root."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(config_name)
+    parent = key.rpartition(".")[0]
+    node = OmegaConf.select(config, parent) if parent else None
+    if isinstance(node, DictConfig):
+        return f" in {parent}", list(node)
+    return "", list(config)
+
+
+# --- the command line ---
+
+
+def verbatim(argv: Sequence[str]) -> list[str]:
+    """The arguments with texts and paths quoted for Hydra, so that they arrive as they were typed."""
+    sweep = any(a in ("-m", "--multirun") for a in argv)
+    names = "|".join(TEXTS if sweep else TEXTS + PATHS)
+    split = re.compile(rf"(\+{{0,2}}(?:{names})=)(.*)", re.DOTALL)
+    found = ((split.fullmatch(a), a) for a in argv)
+    return [m[1] + quoted(m[2]) if m else a for m, a in found]
+
+
+def quoted(text: str) -> str:
+    r"""``text`` as a quoted value of Hydra's grammar, which OmegaConf then reads as ``text`` again.
+
+    Backslashes are themselves except in front of ``${`` (OmegaConf), of a quote and at the end (Hydra): there they are
+    doubled, and one more takes the meaning from what follows.
+    """
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    text = re.sub(r"\\+\Z", r"\g<0>\g<0>", text)
+    return f"'{text}'"
