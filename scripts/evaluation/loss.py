@@ -1,0 +1,106 @@
+"""Bits per byte of held-out text by the real runner: windows that overlap, every byte counted once.
+
+M scored rows, V vocabulary.
+"""
+
+import lzma
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model.pack import Span
+from serve.runner import Runner
+
+CHUNK_TOKENS = 512  # of one window in a step
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows ``begin`` to ``end`` of a sequence are the input; predictions of row ``scored`` and later count."""
+
+    begin: int
+    scored: int
+    end: int
+
+
+def windows(tokens: int, context: int, stride: int) -> Iterator[Window]:
+    """Windows of ``context`` rows, each ``stride`` further, so that every one of ``tokens`` predictions counts once."""
+    end = 0
+    while end < tokens:
+        scored, end = end, min(end + (stride if end else context), tokens)
+        yield Window(max(0, end - context), scored, end)
+
+
+def bits_per_byte(
+    runner: Runner, text, piece: bytes, context: int, stride: int, batch: int, advance: Callable[[int], None]
+) -> float:
+    """Bits that the model needs for ``piece``, from BOS on, over its bytes. ``advance`` is told of rows computed."""
+    ids = sequence(text, piece)
+    cut = list(windows(len(ids) - 1, context, stride))
+    nats = 0.0
+    for first in range(0, len(cut), batch):
+        nats += _nats(runner, ids, cut[first : first + batch], advance)
+    return nats / math.log(2) / len(piece)
+
+
+def sequence(text, piece: bytes) -> np.ndarray:
+    """BOS and the ids of ``piece``, int64; the ids must spell every byte."""
+    string = piece.decode("utf-8")
+    ids = text.encode(string)
+    if text.decode(ids) != string:
+        raise ValueError("the tokenizer loses text: decode(encode(piece)) differs from the held-out piece")
+    return np.array([text.bos_id, *ids], np.int64)
+
+
+def check(runner: Runner, context: int, batch: int) -> None:
+    """Raise ValueError where the cache cannot hold ``batch`` windows."""
+    size = runner.model.layout.page_size
+    pages = -(-context // size)
+    if context > runner.model.cfg.max_position_embeddings:
+        most = runner.model.cfg.max_position_embeddings
+        raise ValueError(f"evaluate.context must be <= max_position_embeddings {most}, got {context}")
+    if batch > runner.slots - 1:
+        raise ValueError(f"evaluate.batch must be <= serve.max_batch {runner.slots - 1}, got {batch}")
+    if batch * pages > runner.pages - 1:
+        raise ValueError(
+            f"evaluate.batch={batch} windows of {context} tokens need {batch * pages} pages of {size}, "
+            f"serve.pages is {runner.pages - 1}"
+        )
+
+
+def _nats(runner: Runner, ids: np.ndarray, group: Sequence[Window], advance: Callable[[int], None]) -> float:
+    """Negative log likelihood of the scored predictions of a few windows, prefilled side by side in chunks."""
+    size = runner.model.layout.page_size
+    pages = -(-max(w.end - w.begin for w in group) // size)
+    total = 0.0
+    for start in range(0, pages * size, CHUNK_TOKENS):
+        spans, rows, targets, at = [], [], [], 0
+        for slot, w in enumerate(group, start=1):
+            inputs = ids[w.begin : w.end][start : start + CHUNK_TOKENS]
+            if len(inputs) == 0:
+                continue
+            spans.append(Span(inputs, start, slot, range(1 + (slot - 1) * pages, 1 + slot * pages)))
+            mine = np.arange(max(w.scored - w.begin - start, 0), len(inputs))
+            rows.append(at + mine)
+            targets.append(ids[w.begin + start + mine + 1])
+            at += len(inputs)
+        if spans:
+            total += _score(runner, spans, np.concatenate(rows), np.concatenate(targets))
+            advance(at)
+    return total
+
+
+def _score(runner: Runner, spans: Sequence[Span], rows: np.ndarray, targets: np.ndarray) -> float:
+    """Run a step; the negative log likelihood of ``targets`` [M] at ``rows`` [M], summed in fp64."""
+    logits, _ = runner.step(spans, torch.from_numpy(rows).to(runner.device))
+    chosen = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(targets).to(logits.device).unsqueeze(-1))
+    return -float(chosen.double().sum())
+
+
+def xz_bits_per_byte(piece: bytes) -> float:
+    """What `xz -9e` makes of the piece, its container included."""
+    packed = lzma.compress(piece, format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
+    return 8 * len(packed) / len(piece)
