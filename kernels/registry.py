@@ -69,11 +69,16 @@ def op(body: Callable | None = None, *, opaque: Callable | None = None, mutates:
 
 
 @contextlib.contextmanager
-def recording(backend: str) -> Iterator[list[tuple[str, tuple, Any]]]:
-    """While open, backend ``recorded`` of every op runs ``backend`` and appends (op name, arguments, result)."""
+def recording(backends: dict[str, str]) -> Iterator[list[tuple[str, tuple, Any]]]:
+    """While open, backend ``recorded`` of every op runs the one named in ``backends`` and notes what went through.
+
+    Yields the list of (op name, arguments, result), in the order of the calls.
+    """
     log: list[tuple[str, tuple, Any]] = []
 
-    def recorded(name: str, impl: Callable) -> Callable:
+    def recorded(name: str) -> Callable:
+        impl = OPS[name].impls[backends[name]]
+
         def run(*args: Any) -> Any:
             out = impl(*args)
             log.append((name, args, out))
@@ -83,7 +88,7 @@ def recording(backend: str) -> Iterator[list[tuple[str, tuple, Any]]]:
 
     try:
         for name, each in OPS.items():
-            each.impls["recorded"] = recorded(name, each.impls.get(backend, each.body))
+            each.impls["recorded"] = recorded(name)
         yield log
     finally:
         for each in OPS.values():

@@ -72,18 +72,20 @@ def latents(
     At ratio 2 writes each row's value and gate into ``cache.tails``; rows that complete no group hold numbers that
     nobody reads.
     """
+    k = rt.kernels
     if p.wgate is None:
-        return rms_norm(linear(x, p.wkv, backend=rt.kernels.linear), p.norm, cfg.rms_norm_eps)
-    value, gate = (linear(x.float(), w, backend=rt.kernels.linear) for w in (p.wkv, p.wgate))
-    state = torch.cat((value, gate), -1)
-    fresh = state[(-2 - view.tail_prev).clamp(min=0)]
-    before = torch.where(
-        (view.tail_prev < 0).unsqueeze(-1), fresh, cache.tails[(view.tail_prev + at.tail).clamp(min=0)]
-    )
-    cache.tails[view.tail_rows + at.tail] = state
-    (v0, g0), (v1, g1) = before.chunk(2, -1), state.chunk(2, -1)
-    share = torch.sigmoid(g1 - g0)
-    return rms_norm((v0 * (1 - share) + v1 * share).to(x.dtype), p.norm, cfg.rms_norm_eps)
+        latent = linear(x, p.wkv, backend=k.linear)
+    else:
+        value, gate = (linear(x.float(), w, backend=k.linear) for w in (p.wkv, p.wgate))
+        state = torch.cat((value, gate), -1)
+        fresh = state[(-2 - view.tail_prev).clamp(min=0)]
+        old = cache.tails[(view.tail_prev + at.tail).clamp(min=0)]
+        before = torch.where((view.tail_prev < 0).unsqueeze(-1), fresh, old)
+        cache.tails[view.tail_rows + at.tail] = state
+        (v0, g0), (v1, g1) = before.chunk(2, -1), state.chunk(2, -1)
+        share = torch.sigmoid(g1 - g0)  # softmax over the two tokens of the group
+        latent = (v0 * (1 - share) + v1 * share).to(x.dtype)
+    return rms_norm(latent, p.norm, cfg.rms_norm_eps, backend=k.rms_norm)
 
 
 def publish(

@@ -45,10 +45,10 @@ def publish(
     slots: Tensor, at: Address, cache: Cache,
 ) -> None:  # fmt: skip
     """Write index keys of latents [N, hd] (before RoPE) to cache slots [N] (spec section 6.2)."""
-    key = rms_norm(linear(latent, p.wk, backend=rt.kernels.linear), p.k_norm, cfg.rms_norm_eps)
-    store_index(
-        cache.pages, slots, at.planes, layout.stride, rotate(key, *rope), rt.qat, backend=rt.kernels.store_index
-    )
+    k = rt.kernels
+    key = linear(latent, p.wk, backend=k.linear)
+    key = rms_norm(key, p.k_norm, cfg.rms_norm_eps, backend=k.rms_norm)
+    store_index(cache.pages, slots, at.planes, layout.stride, rotate(key, *rope), rt.qat, backend=k.store_index)
 
 
 def apply(

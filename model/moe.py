@@ -63,7 +63,7 @@ def apply(
     counted = torch.where(valid.unsqueeze(-1), ids, load.shape[1] - 1)
     load.index_put_((layer.expand_as(counted), counted), torch.ones_like(counted), accumulate=True)
     e, s = p.experts, p.shared_experts
-    limit, pad = cfg.swiglu_limit, 4 if rt.batch_invariant else 1
+    limit, pad = cfg.swiglu_limit, rt.group_rows
     routed = grouped_mlp(
         x, ids, weights, e.w1.weight, e.w1.scale, e.w3.weight, e.w3.scale, e.w2.weight, e.w2.scale,
         limit, rt.qat, pad, backend=rt.kernels.grouped_mlp,

@@ -8,7 +8,7 @@ import torch
 
 from model.batch import Batch
 
-ROW_MULTIPLE = 8  # rows are padded to it: fp32 products then give a row the same bits whatever else is in the step
+ROW_MULTIPLE = 8  # rows of a step are padded to a multiple of it
 TILE_ROWS = 64  # most rows of one tile
 
 
@@ -29,10 +29,10 @@ class Span:
     floor: int = 0
 
 
-def pack(spans: Sequence[Span], page_size: int, device: torch.device | str = "cpu") -> Batch:
+def pack(spans: Sequence[Span], page_size: int, least: int = ROW_MULTIPLE, device: torch.device | str = "cpu") -> Batch:
     """One step's batch. Rows keep the order of ``spans``; row 0 is the first span's first token.
 
-    Rows are padded to a multiple of 8; sequence 0, slot 0, page 0 are scratch. Raises ValueError for an empty span or
+    Rows are padded to a multiple of 8, ``least`` or more; sequence 0, slot 0, page 0 are scratch. Raises ValueError for an empty span or
     one that its pages cannot hold.
     """
     lengths = [len(s.tokens) for s in spans]
@@ -42,7 +42,7 @@ def pack(spans: Sequence[Span], page_size: int, device: torch.device | str = "cp
         if len(s.pages) * page_size < s.start + n:
             raise ValueError(f"{s.start + n} tokens do not fit {len(s.pages)} pages of {page_size}")
     total = sum(lengths)
-    rows = -(-max(total, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = -(-max(total, least) // ROW_MULTIPLE) * ROW_MULTIPLE
     width = max(2, *(len(s.pages) for s in spans)) if spans else 2
     token = np.zeros(rows, np.int64)
     position, seq = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)

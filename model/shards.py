@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model import release
@@ -36,6 +36,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file that is not a checkpoint, by name."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as err:
+        raise ValueError(f"{path}: cannot be read as safetensors ({err})") from None
 
 
 class Shards:

@@ -85,11 +85,15 @@ class Runner:
             bad = low if low < 0 else high
             raise ValueError(f"token id {bad} is out of range: the vocabulary has {vocab} ids")
 
+    def pack(self, spans: Sequence[Span]) -> Batch:
+        """The batch of a step's spans, with as many rows as the numerics need."""
+        return pack(spans, self.model.layout.page_size, self.model.rt.least_rows, self.device)
+
     @torch.inference_mode()
     def step(self, spans: Sequence[Span], rows: Tensor, trim: Trim | None = None) -> tuple[Tensor, Tensor | None]:
         """Run one step; logits [M, V] of the wanted ``rows`` [M] (numbered in span order) and the drafter's taps."""
-        batch = pack(spans, self.model.layout.page_size, self.device)
-        padded = F.pad(rows, (0, -len(rows) % ROW_MULTIPLE))
+        batch = self.pack(spans)
+        padded = F.pad(rows, (0, max(-len(rows) % ROW_MULTIPLE, self.model.rt.least_rows - len(rows))))
         logits, taps = transformer.forward(self.model, self.cache, batch, padded, trim)
         return logits[: len(rows)], taps
 
@@ -112,7 +116,7 @@ class Runner:
         """Compile every graph on scratch memory, all lengths dynamic."""
         model, jit = self.model, self.model.jit
         spans = [Span(np.zeros(n, np.int64), start=0, slot=0, pages=(0,) * 3) for n in (3, 9)]
-        batch = mark(pack(spans, model.layout.page_size, self.device))
+        batch = mark(self.pack(spans))
         self.model = replace(model, jit=lambda fn, *static: functools.partial(_marked, jit(fn, *static)))
         with shape_config.patch(use_duck_shape=False):
             transformer.forward(self.model, self.cache, batch, mark(torch.arange(11) % 8))

@@ -1,0 +1,1 @@
+"""Checking the model against golden cases of the official code."""
