@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.pack import Span
-from scripts import build
+from scripts import build, evaluate
 from scripts.bytetext import ByteText
 from scripts.evaluation import acceptance, loss
 from serve.offline import Sampling
@@ -93,3 +93,27 @@ def test_drafted_equals_undrafted(runner, temperature):
     done = []
     tally = acceptance.measure(runner, prompts, Sampling(6, temperature, 3), 2, done.append)
     assert tally.mismatches == 0 and done == [2, 1] and tally.steps > 0
+
+
+@pytest.mark.parametrize("kind", ["loss", "acceptance"])
+def test_the_whole_command(kind, runner, monkeypatch, capsys):
+    held = [b"import os\nimport sys\n", b"def f(n):\n    return n\n", b"x = 1\ny = 2\n"]
+    monkeypatch.setattr(evaluate, "pieces", lambda s: held)
+    monkeypatch.setattr(evaluate, "build_runner", lambda s: (runner, TEXT))
+    small = ("evaluate.context=32", "evaluate.stride=16", "evaluate.prompts=2", "evaluate.prompt_tokens=4")
+    result = evaluate.run(configure(f"eval={kind}", *small))
+    if kind == "loss":
+        parts = [result[f"bits_per_byte_p{i}"] for i in range(3)]
+        assert result["bits_per_byte"] == pytest.approx(sum(parts) / 3) and min(parts) > 5
+        assert result["xz_bits_per_byte_p2"] == loss.xz_bits_per_byte(held[2])
+    else:
+        assert result["mismatches"] == 0 and result["prompts"] == 2
+        assert {"acceptance_length", "acceptance_length_outside_loops", "acceptance_length_sampled"} <= set(result)
+    assert "mean" in capsys.readouterr().out or kind == "acceptance"
+
+
+def test_what_evaluate_refuses(tmp_path):
+    with pytest.raises(ValueError, match="eval must be one of loss, acceptance, got 'speed'"):
+        evaluate.run(configure("eval=speed"))
+    with pytest.raises(ValueError, match=r"no .*heldout.json: training writes it"):
+        evaluate.pieces(configure(f"checkpoint={tmp_path}"))
