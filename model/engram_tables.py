@@ -12,9 +12,7 @@ INT64_MAX = 2**63 - 1
 LAYER_SEED = 10007  # the release seeds each layer's multipliers with this times the layer number
 
 
-def canonical_map(
-    pieces: Sequence[str], raw: Sequence[str], normalise: Callable[[str], str]
-) -> tuple[list[int], int]:
+def canonical_map(pieces: Sequence[str], raw: Sequence[str], normalise: Callable[[str], str]) -> tuple[list[int], int]:
     """Fold tokens that read alike (case, accents, white space) onto one id, numbered in first-seen order.
 
     ``pieces[i]`` is token i decoded with specials kept, ``raw[i]`` its vocabulary string, ``normalise`` the chain of
