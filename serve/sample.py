@@ -28,8 +28,8 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Gumbel noise [.., V] fp32 of int64 seeds [..] at positions [..]: the position the drawn token will have."""
     row = _mix(_mix(seeds * _GOLDEN) + positions * _GOLDEN)
     word = _mix(row.unsqueeze(-1) + torch.arange(1, vocab + 1, device=seeds.device) * _GOLDEN)
-    uniform = (_shift(word, 40).float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    small = (_shift(word, 24).float() + 0.5) * 2.0**-40  # finest near 0, where the noise is large
+    return -torch.log(-torch.log1p(-small.clamp(max=1 - 2.0**-24)))  # float rounds the largest words up to 1
 
 
 def noise(seeds: Tensor, positions: Tensor, temperature: Tensor, vocab: int) -> Tensor:
