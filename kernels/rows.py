@@ -115,7 +115,7 @@ def store_window(ring: Tensor, at: Tensor, x: Tensor, quantise: bool) -> Tensor:
 
 @op
 def store_kv(pool: Tensor, slots: Tensor, planes: Tensor, stride: int, x: Tensor, quantise: bool) -> None:
-    """Write compressed latents x [N, hd] (after RoPE) to slots [N] of their source's plane (spec section 2.5, item 3)."""
+    """Write compressed latents x [N, hd] (after RoPE) to slots [N] of their source's plane (spec 2.5, item 3)."""
     packed = pool.dtype == torch.uint8
     write_rows(pool, slots, planes, stride, quant.fake_nvfp4(x) if quantise and not packed else x, "nvfp4", 0)
 
@@ -125,6 +125,24 @@ def store_index(pool: Tensor, slots: Tensor, planes: Tensor, stride: int, x: Ten
     """Write index keys x [N, Di] (after RoPE) to slots [N] of their source's plane (spec section 2.5, item 4)."""
     packed = pool.dtype == torch.uint8
     write_rows(pool, slots, planes, stride, quant.fake_mxfp4(x) if quantise and not packed else x, "mxfp4", 2)
+
+
+@put_packed.cases
+def _put_cases() -> list[tuple]:
+    at = torch.tensor([64, 0, 320])
+    return [
+        (torch.zeros(512, dtype=torch.uint8), at, at + row_bytes(fmt, 64)[0], torch.randn(3, 64).to(t), fmt)
+        for fmt, t in (("fp8", torch.bfloat16), ("mxfp4", torch.float32), ("nvfp4", torch.bfloat16))
+    ]
+
+
+@get_packed.cases
+def _get_cases() -> list[tuple]:
+    pool, at = torch.randint(0, 120, (512,), dtype=torch.uint8), torch.tensor([[64, 0], [320, 64]])
+    return [
+        (pool, at, at + row_bytes(fmt, 64)[0], 64, fmt, t)
+        for fmt, t in (("fp8", torch.bfloat16), ("mxfp4", torch.float32), ("nvfp4", torch.bfloat16))
+    ]
 
 
 def _pages() -> tuple[Tensor, Tensor]:
