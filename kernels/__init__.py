@@ -19,7 +19,7 @@ Kernels = make_dataclass(
 
 
 def choose(default: str = "reference", **overrides: str) -> Kernels:
-    """Backends by name. Raises ValueError for an unknown op, or a backend the op does not have, naming what is there."""
+    """Backends by name. Raises ValueError for an unknown op or a backend that an op lacks, naming what is there."""
     unknown = sorted(set(overrides) - set(OPS))
     if unknown:
         raise ValueError(f"unknown op {unknown[0]!r}; ops: {', '.join(sorted(OPS))}")

@@ -28,13 +28,16 @@ def _gathered(table: Tensor, scale: Tensor, ids: Tensor, dtype: torch.dtype) -> 
 
 @op(opaque=_gathered)
 def engram_gather(table: Tensor, scale: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the table, dequantised and joined: table [rows, W] e4m3, scale [rows, W / 32] e8m0, ids [N, M] -> [N, M * W]."""
+    """Rows of the table, dequantised and joined. table [rows, W] e4m3, scale [rows, W / 32] e8m0, ids [N, M].
+
+    Returns [N, M * W] in ``dtype``.
+    """
     return quant.dequantise_fp8_rows(table[ids], scale[ids], dtype).flatten(1)
 
 
 @op
 def engram_mix(x: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
-    """Gate the value into each stream (spec 8.4). x [N, C, D]; kv [N, (C + 1) * D], C keys then a value; weights [C, D].
+    """Gate the value into each stream (spec 8.4). x [N, C, D]; kv [N, (C + 1) * D]: C keys, a value; weights [C, D].
 
     Returns the new streams in x's dtype; sums in fp32.
     """

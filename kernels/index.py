@@ -28,7 +28,7 @@ def index_scores(
     see; tiles [T, R] row numbers, -1 none; tile_of [N] place of each row in the flattened tiles; tables [T, P] page
     table of each tile's sequence. Returns [N, P * rows_per_page] fp32.
     """
-    n, heads, dim = q.shape
+    heads, dim = q.shape[1:]
     tile_count, tile_rows = tiles.shape
     latents = torch.arange(tables.shape[1] * rows_per_page, device=q.device)
     slots = latent_slots(tables, latents.expand(tile_count, -1), rows_per_page)

@@ -16,7 +16,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @op
 def quant_linear(x: Tensor, weight: Tensor, scale: Tensor | None, quantise: bool) -> Tensor:
-    """A released FP8 linear (spec section 2.4): input quantised by 2.2 if ``quantise``, product in fp32, result in x's dtype.
+    """A released FP8 linear (spec section 2.4): input quantised by 2.2 if ``quantise``, fp32 sums, result in x's dtype.
 
     x [.., K]; weight [M, K], ready for use where ``scale`` is None, else e4m3 with scale [ceil(M/32), K/32] e8m0.
     """
@@ -26,7 +26,7 @@ def quant_linear(x: Tensor, weight: Tensor, scale: Tensor | None, quantise: bool
 
 @op
 def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Block-diagonal product (spec section 5 step 6): x [N, G, K], weight [G * R, K] -> [N, G * R]. No activation quantisation."""
+    """Block-diagonal product (spec section 5 step 6), input not quantised: x [N, G, K], weight [G * R, K] -> [N, G * R]."""
     w = weight if scale is None else quant.dequantise_fp8_block(weight, scale, x.dtype)
     groups = x.shape[1]
     out = torch.bmm(x.transpose(0, 1), w.unflatten(0, (groups, -1)).transpose(1, 2))

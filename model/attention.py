@@ -92,7 +92,7 @@ def publish(
     cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: AttentionParams, x: Tensor,
     at: Address, batch: Batch, view: View, cache: Cache,
 ) -> None:  # fmt: skip
-    """Write this source's global rows: latents and index keys of every group that the step completes. x [N, D] normed."""
+    """Write this source's global rows, latents and index keys, of every group that the step completes. x [N, D]."""
     latent = latents(cfg, rt, p.compressor, x, at, view, cache)
     rope = view.compress_rope if kind.ratio == 1 else view.pair_rope
     page, offset = batch.slot_mapping // layout.page_size, batch.slot_mapping % layout.page_size
@@ -107,7 +107,10 @@ def apply(
     cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: AttentionParams, x: Tensor,
     at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [N, D] normed -> output [N, D], topk_idxs [N, K], candidate blocks. Writes window rings, and global rows if a source."""
+    """x [N, D] normed -> output [N, D], topk_idxs [N, K], candidate blocks.
+
+    Writes the layer's window ring, and global rows if it is a source.
+    """
     k = rt.kernels
     if kind.ratio:
         publish(cfg, rt, layout, kind, p, x, at, batch, view, cache)

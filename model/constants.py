@@ -50,7 +50,7 @@ def hashes(cfg: ModelConfig) -> tuple[HashConstants, ...]:
 
 
 def constants(cfg: ModelConfig, token_map: Sequence[int] | None = None) -> Constants:
-    """All of them. ``token_map`` [V] comes from the tokenizer (model/engram_tables.py); without Engram it is not needed.
+    """All of them. ``token_map`` [V] comes from the tokenizer (model/engram_tables.py); only Engram needs it.
 
     None with Engram layers folds ids modulo the compressed size: for random weights, where no tokenizer exists.
     """

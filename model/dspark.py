@@ -97,17 +97,12 @@ def specs(cfg: ModelConfig) -> tuple[StageParams, ...]:
 
 
 def absorb(
-    cfg: ModelConfig,
-    rt: Runtime,
-    p: tuple[StageParams, ...],
-    at: tuple[Address, ...],
-    taps: Tensor,
-    view: View,
-    cache: Cache,
-) -> None:
-    """Fill each stage's ring with context rows of this step's tokens. taps [N, taps * D]."""
+    cfg: ModelConfig, rt: Runtime, p: tuple[StageParams, ...], at: tuple[Address, ...],
+    taps: tuple[Tensor, ...], view: View, cache: Cache,
+) -> None:  # fmt: skip
+    """Fill each stage's ring with context rows of this step's tokens. taps: inputs [N, D] of the target layers."""
     k, first = rt.kernels, p[0]
-    c = quant_linear(taps, first.main_proj.weight, first.main_proj.scale, rt.qat, backend=k.quant_linear)
+    c = quant_linear(torch.cat(taps, -1), first.main_proj.weight, first.main_proj.scale, rt.qat, backend=k.quant_linear)
     c = rms_norm(c, first.main_norm, cfg.rms_norm_eps, backend=k.rms_norm)
     for stage, where in zip(p, at, strict=True):
         key = attention.window_key(cfg, rt, stage.block.attn, c, view.window_rope)
@@ -165,7 +160,7 @@ def close_block(
 
 
 def chain(rt: Runtime, p: StageParams, batch: DraftBatch, base: Tensor, y: Tensor) -> Draft:
-    """Draft token by token: base logits [B, k, V] plus the Markov bias of the token before; y [B, k, D] for confidence."""
+    """Draft token by token: base logits [B, k, V] plus the Markov bias of the token before; y [B, k, D]."""
     prev, tokens, biased, confidence = batch.anchors, [], [], []
     for i in range(base.shape[1]):
         before = p.markov_head.embed[prev].float()

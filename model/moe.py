@@ -1,4 +1,7 @@
-"""Mixture of experts with a shared expert (spec section 7). N rows, D model dim, I expert width, E experts, k chosen."""
+"""Mixture of experts with a shared expert (spec section 7).
+
+N rows, D model dim, I expert width, E experts, k chosen.
+"""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """What never changes during a run: numerics, storage form and kernel backends. Another value is another graph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +20,7 @@ class Runtime:
     numerics: str = "qat"
     cache: str = "plain"
     batch_invariant: bool = True
-    kernels: Kernels = Kernels()  # backend of each op
+    kernels: Kernels = field(default_factory=Kernels)  # backend of each op
 
     def __post_init__(self):
         if self.numerics not in NUMERICS:
@@ -43,7 +43,7 @@ class Runtime:
     def least_rows(self) -> int:
         """Fewest rows of a step for which a row's bits do not depend on their number.
 
-        Measured on CPUs: fp32 products of fewer than 16 rows sum in another order, and `qat` has some (mHC, gate, head).
+        Measured on CPUs: fp32 products of fewer rows sum in another order, and `qat` has some (mHC, gate, head).
         """
         return 16 if self.batch_invariant else 8
 

@@ -141,11 +141,11 @@ def engram_step(m: Model, i: int, view: View, carry: Carry) -> Carry:
 
 def forward(
     m: Model, cache: Cache, batch: Batch, rows: Tensor, trim: Trim | None = None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One step of the backbone. Writes ``cache`` in place.
 
     ``rows`` [M]: rows whose logits are wanted, numbered after the trim if there is one. Returns logits [M, V] fp32 and
-    the drafter's taps [rows of the last layers, taps * D] (None where the model has no drafter).
+    the drafter's taps, each [rows of the last layers, D]; with a drafter, its context rows are in the rings too.
     """
     view, carry = m.jit(begin, m.cfg, m.rt, m.layout)(m.params.embed, m.consts, batch, cache)
     taps, publish = [], True
@@ -159,13 +159,11 @@ def forward(
             carry, batch, taps = take(carry, trim.rows), trim.batch, [t[trim.rows] for t in taps]
             view = m.jit(look, m.cfg, m.layout)(m.consts, batch, cache)
         if i in m.cfg.dspark_target_layer_ids:
-            taps.append(tap(carry.x))
+            taps.append(m.jit(tap)(carry.x))
         carry = layer_step(m, i, batch, view, cache, carry, publish)
         publish = True
     out = m.jit(finish, m.cfg, m.rt)(m.params.norm, m.params.head, carry, rows)
-    if not m.params.mtp:
-        return out, None
-    features = torch.cat(taps, -1)
-    absorb = m.jit(dspark.absorb, m.cfg, m.rt)
-    absorb(m.params.mtp, m.addresses[m.cfg.num_hidden_layers :], features, view, cache)
-    return out, features
+    if m.params.mtp:
+        absorb = m.jit(dspark.absorb, m.cfg, m.rt)
+        absorb(m.params.mtp, m.addresses[m.cfg.num_hidden_layers :], tuple(taps), view, cache)
+    return out, tuple(taps)

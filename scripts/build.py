@@ -265,6 +265,8 @@ def token_map(s: Settings, cfg: ModelConfig, text: Text | ByteText) -> list[int]
 def build_model(s: Settings) -> tuple[transformer.Model, Text | ByteText]:
     """Weights, constants and tokenizer, ready to run."""
     device = build_device(s)
+    if s.parallel.world > 1:
+        raise ValueError(f"parallel: the plan has {s.parallel.world} ranks, this script runs one; use parallel=single")
     cfg = checkpoint_config(s)
     rt, layout, text = build_runtime(s), build_layout(s, cfg), build_text(s, cfg)
     consts = constants(cfg, token_map(s, cfg, text))

@@ -5,6 +5,7 @@ No scheduler, no sharing, no paging beyond a fixed range of pages each: what the
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -170,15 +171,14 @@ def _draft(runner: Runner, active: list[Running]) -> list[list[int]]:
 
 def _draw(logits: Tensor, active: list[Running], counts: list[int]) -> list[list[int]]:
     """The target's token of each row, [sum(counts), V]: row i of a sequence draws the token after its known ones + i."""
+    if not active:
+        return []
     repeats = torch.tensor(counts)
     seeds, temperature = (t.repeat_interleave(repeats) for t in _settings(active))
-    places = (
-        torch.cat([len(s.tokens) + torch.arange(n) for s, n in zip(active, counts, strict=True)]) if counts else seeds
-    )
+    places = torch.cat([len(s.tokens) + torch.arange(n) for s, n in zip(active, counts, strict=True)])
     noise = sample.noise(seeds, places, temperature, logits.shape[-1])
     picks = sample.pick(logits, sample.inverse(temperature), noise).tolist()
-    ends = np.cumsum([0, *counts])
-    return [picks[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [picks[a:b] for a, b in pairwise(np.cumsum([0, *counts]))]
 
 
 def _settings(active: list[Running]) -> tuple[Tensor, Tensor]:

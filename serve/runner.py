@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo import mark_dynamic
+from torch._dynamo import maybe_mark_dynamic
 from torch.fx.experimental import _config as shape_config
 from torch.utils._pytree import tree_leaves
 
@@ -23,8 +23,6 @@ from model.batch import Batch
 from model.dspark import Draft, DraftBatch
 from model.pack import ROW_MULTIPLE, Span, pack
 from model.transformer import Model, Trim
-
-MAX_DIM = 1 << 20  # most rows, pages or sequences that a compiled graph promises to serve
 
 
 def compiler() -> Callable:
@@ -89,15 +87,15 @@ class Runner:
         """The batch of a step's spans, with as many rows as the numerics need."""
         return pack(spans, self.model.layout.page_size, self.model.rt.least_rows, self.device)
 
-    @torch.inference_mode()
-    def step(self, spans: Sequence[Span], rows: Tensor, trim: Trim | None = None) -> tuple[Tensor, Tensor | None]:
+    @torch.no_grad()
+    def step(self, spans: Sequence[Span], rows: Tensor, trim: Trim | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run one step; logits [M, V] of the wanted ``rows`` [M] (numbered in span order) and the drafter's taps."""
         batch = self.pack(spans)
         padded = F.pad(rows, (0, max(-len(rows) % ROW_MULTIPLE, self.model.rt.least_rows - len(rows))))
         logits, taps = transformer.forward(self.model, self.cache, batch, padded, trim)
         return logits[: len(rows)], taps
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def draft(self, batch: DraftBatch) -> Draft:
         """Draft a block for each sequence; its context rows must be in the rings (they are after any `step`)."""
         count = len(batch.anchors)
@@ -111,7 +109,7 @@ class Runner:
         p, at, freqs = m.params, m.addresses[backbone:], m.consts.window_freqs
         return dspark.draft(m.jit, m.cfg, m.rt, m.layout, p.mtp, at, freqs, p.embed, p.head, batch, self.cache)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def warm(self) -> None:
         """Compile every graph on scratch memory, all lengths dynamic."""
         model, jit = self.model, self.model.jit
@@ -133,13 +131,14 @@ def _marked(fn: Callable, *args: Any) -> Any:
 def mark(value: Any) -> Any:
     """Mark the row dims of a batch, view, carry or tensor as dynamic; returns it."""
     for leaf in tree_leaves(value):
-        if leaf.dim():
-            mark_dynamic(leaf, 0, min=2, max=MAX_DIM)
+        if leaf is None or not leaf.dim():
+            continue
+        maybe_mark_dynamic(leaf, 0)
         if leaf.dtype is torch.bool and leaf.dim() == 2:  # candidate blocks: as wide as the page tables reach
-            mark_dynamic(leaf, 1, min=2, max=MAX_DIM)
+            maybe_mark_dynamic(leaf, 1)
     if isinstance(value, Batch):
-        mark_dynamic(value.page_tables, 1, min=2, max=MAX_DIM)
-        mark_dynamic(value.tiles, 1, min=2, max=MAX_DIM)
+        maybe_mark_dynamic(value.page_tables, 1)
+        maybe_mark_dynamic(value.tiles, 1)
     return value
 
 

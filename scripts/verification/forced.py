@@ -1,4 +1,4 @@
-"""Prefill taps against the file: chained in fp32; in qat with every layer's input forced to the file's (golden README)."""
+"""Prefill taps against the file: chained in fp32; in qat with each layer's input forced to the file's."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def check_prefill(player: Player, st: SequenceSet, results: Results) -> None:
     with recording(model.rt.kernels.names()) as log:
         if seen:
             model = replace(model, rt=replace(model.rt, kernels=choose("recorded")))
-        with torch.inference_mode():
+        with torch.no_grad():
             _walk(Pass(model, *player.start(st), len(st.prompt), log), st, results)
 
 
@@ -69,7 +69,7 @@ def _walk(run: Pass, st: SequenceSet, results: Results) -> None:
 
 
 def _settle(run: Pass, st: SequenceSet, i: int, trust: Trust, bounded: bool) -> None:
-    """After layer ``i``: take the file's stream, selection and global rows where it has them; say what is now trusted."""
+    """After layer ``i``: take the file's stream, selection and global rows where it has them; note what is trusted."""
     kind = run.m.cfg.kind(i)
     trust.stream = _force(run, st, i, ("out_stream", "out_pre_mix"), trust)
     if kind.index:

@@ -42,7 +42,9 @@ class Pass:
         if self.carry is before:
             return {}
         found = {"engram_out": self.rows(self.carry.x)}
-        found.update({"engram_hash_ids": self.rows(out) for name, _, out in self.log if name == "engram_hash"})
+        for name, _, out in self.log:
+            if name == "engram_hash":
+                found["engram_hash_ids"] = self.rows(out)
         return found
 
     def layer(self, i: int) -> dict[str, Tensor]:

@@ -1,0 +1,20 @@
+"""Measure something: `python -m scripts.bench bench=decode`. Every figure is a ratio within one run.
+
+decode      a decode step, reference bodies in eager against compiled, batch 1-64
+"""
+
+from scripts.benches import decode
+from scripts.build import Settings
+from scripts.entry import entry
+
+BENCHES = {"decode": decode.run}
+
+
+def run(s: Settings) -> dict:
+    if s.bench not in BENCHES:
+        raise ValueError(f"bench must be one of {sorted(BENCHES)}, got {s.bench!r}")
+    return {"bench": s.bench, **BENCHES[s.bench](s)}
+
+
+if __name__ == "__main__":
+    entry(run)

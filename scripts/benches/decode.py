@@ -1,0 +1,105 @@
+"""Decode steps: the reference bodies in eager against the same bodies compiled, by batch size.
+
+Both run the same weights, tokens and positions; they take turns, and each side's median step is compared. Whether they
+agree is checked first: no number from a red run.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kernels import choose
+from model.pack import Span
+from model.transformer import Model
+from scripts.build import Settings, build_model
+from scripts.progress import progress
+from serve.runner import Runner
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 128  # tokens in the cache before the first timed step
+STEPS = 6  # timed steps of a turn
+TURNS = 5
+TOLERANCE = {"fp32": 1e-3, "qat": 1.0}  # of logits; bf16 may round a product the other way
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run the model, and its step times in seconds."""
+
+    name: str
+    runner: Runner
+    pages: int  # of each sequence
+
+    def prefill(self, tokens: np.ndarray) -> None:
+        """Fill the cache with tokens [B, CONTEXT], two sequences a step."""
+        for i in range(0, len(tokens), 2):
+            spans = [self.span(tokens[j], 0, j) for j in range(i, min(i + 2, len(tokens)))]
+            self.runner.step(spans, torch.arange(1))
+
+    def span(self, tokens: np.ndarray, start: int, i: int) -> Span:
+        return Span(tokens, start, 1 + i, range(1 + i * self.pages, 1 + (i + 1) * self.pages))
+
+    def step(self, tokens: np.ndarray, position: int) -> torch.Tensor:
+        """Logits [B, V] of one decode step, tokens [B]."""
+        spans = [self.span(tokens[i : i + 1], position, i) for i in range(len(tokens))]
+        return self.runner.step(spans, torch.arange(len(spans)))[0]
+
+
+def sides(model: Model) -> tuple[Side, Side]:
+    """Reference and compile, each with room for the largest batch."""
+    steps = CONTEXT + STEPS * TURNS + 2
+    each = -(-steps // model.layout.page_size)
+    made = []
+    for name in ("reference", "compile"):
+        chosen = replace(model, rt=replace(model.rt, kernels=choose(name)))
+        made.append(Side(name, Runner(chosen, 1 + each * max(BATCHES), 1 + max(BATCHES)), each))
+    return tuple(made)
+
+
+def measure(both: tuple[Side, Side], batch: int, numerics: str) -> list[list[float]]:
+    """Step times of each side at one batch size, in turns; the same tokens at the same positions."""
+    rng = np.random.default_rng(batch)
+    vocab = both[0].runner.model.cfg.vocab_size
+    prompt = rng.integers(0, vocab, (batch, CONTEXT))
+    tokens = rng.integers(0, vocab, (batch, 2 + STEPS * TURNS))
+    for side in both:
+        side.prefill(prompt)
+    first = [side.step(tokens[:, 0], CONTEXT) for side in both]
+    error = float((first[0] - first[1]).abs().max())
+    if not error <= TOLERANCE[numerics]:
+        raise ValueError(f"bench=decode: compile differs from reference by {error:.3g} at batch {batch}; no figures")
+    times: list[list[float]] = [[], []]
+    for turn in range(TURNS):
+        for side, own in zip(both, times, strict=True):
+            for i in range(STEPS):
+                at = 1 + turn * STEPS + i
+                begin = time.perf_counter()
+                side.step(tokens[:, at], CONTEXT + at)
+                own.append(time.perf_counter() - begin)
+    return times
+
+
+def run(s: Settings) -> dict:
+    """Table of step times and their ratio; keys ``ratio_b{N}``."""
+    model, _ = build_model(s)
+    both = sides(model)
+    table = Table("batch", "reference ms", "compile ms", "ratio", "spread of the ratio", "compile tokens/s")
+    result: dict = {}
+    with progress("bench=decode", len(BATCHES), "batches") as advance:
+        for batch in BATCHES:
+            slow, fast = measure(both, batch, s.numerics)
+            ratio = median(slow) / median(fast)
+            low, _, high = quantiles([a / b for a, b in zip(slow, fast, strict=True)], n=4)
+            rate = batch / median(fast)
+            cells = (f"{median(slow) * 1e3:.2f}", f"{median(fast) * 1e3:.2f}", f"{ratio:.2f}")
+            table.add_row(str(batch), *cells, f"{low:.2f} .. {high:.2f}", f"{rate:,.0f}")
+            result[f"ratio_b{batch}"] = round(ratio, 3)
+            result[f"compile_ms_b{batch}"] = round(median(fast) * 1e3, 3)
+            advance(1)
+    Console(width=120).print(table)
+    return {**result, "numerics": s.numerics, "cache": s.cache, "weights": s.weights, "threads": s.threads}
