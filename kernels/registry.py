@@ -31,7 +31,11 @@ class Op:
             self.traced = body
             self.impls["compile"] = torch.compile(body, fullgraph=True, dynamic=True)
         else:
-            self.traced = torch.library.custom_op(f"racklab::{self.name}", body, mutates_args=mutates)
+            self.eager = body  # what a graph that calls this op runs
+            schema = torch.library.infer_schema(body, mutates_args=mutates)
+            name = f"racklab::{self.name}"
+            run = lambda *args: self.eager(*args)  # noqa: E731
+            self.traced = torch.library.custom_op(name, run, mutates_args=mutates, schema=schema)
             self.traced.register_fake(opaque)
             self.impls["compile"] = self.traced
         self.examples: Callable[[], list[tuple]] = list
@@ -42,10 +46,13 @@ class Op:
         return self.impls[backend](*args)
 
     def backend(self, name: str) -> Callable:
-        """Register a body with the same contract under ``name``."""
+        """Register a body with the same contract under ``name``; for an opaque op ``compile`` is what graphs call."""
 
         def register(body: Callable) -> Callable:
-            self.impls[name] = body
+            if name == "compile" and hasattr(self, "eager"):
+                self.eager = body
+            else:
+                self.impls[name] = body
             return body
 
         return register
