@@ -27,7 +27,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def read_window(ring: Tensor, fresh: Tensor, rows: Tensor) -> Tensor:
-    """Window entries [.., hd]: rows >= 0 from the ring, row -2 - r is row r of this step's fresh [N, hd], -1 is none."""
+    """Window entries [.., hd]: row >= 0 from the ring, -2 - r is row r of this step's fresh [N, hd], -1 is none."""
     hd = fresh.shape[-1]
     if ring.dtype == torch.uint8:
         codes, scales = row_bytes("fp8", hd)

@@ -26,7 +26,7 @@ def quant_linear(x: Tensor, weight: Tensor, scale: Tensor | None, quantise: bool
 
 @op
 def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Block-diagonal product (spec section 5 step 6), input not quantised: x [N, G, K], weight [G * R, K] -> [N, G * R]."""
+    """Block-diagonal product (spec 5 step 6), input not quantised: x [N, G, K], weight [G * R, K] -> [N, G * R]."""
     w = weight if scale is None else quant.dequantise_fp8_block(weight, scale, x.dtype)
     groups = x.shape[1]
     out = torch.bmm(x.transpose(0, 1), w.unflatten(0, (groups, -1)).transpose(1, 2))

@@ -29,13 +29,11 @@ class Span:
     floor: int = 0
 
 
-def pack(
-    spans: Sequence[Span], page_size: int, least: int = ROW_MULTIPLE, device: torch.device | str = "cpu"
-) -> Batch:
+def pack(spans: Sequence[Span], page_size: int, least: int = ROW_MULTIPLE, device: torch.device | str = "cpu") -> Batch:
     """One step's batch. Rows keep the order of ``spans``; row 0 is the first span's first token.
 
-    Rows are padded to a multiple of 8, ``least`` or more; sequence 0, slot 0, page 0 are scratch. Raises ValueError for an empty span or
-    one that its pages cannot hold.
+    Rows are padded to a multiple of 8, ``least`` or more; sequence 0, slot 0, page 0 are scratch. Raises ValueError for
+    an empty span or one that its pages cannot hold.
     """
     lengths = [len(s.tokens) for s in spans]
     for s, n in zip(spans, lengths, strict=True):

@@ -44,7 +44,7 @@ class Spec:
 
     ``shape`` is logical (unpacked); ``fmt`` the released storage format; ``bare`` names without ".weight"; ``promote``:
     BF16 in the file, fp32 in memory (spec section 11); ``stack``: dim 0 is an expert index, one released tensor each;
-    ``rowwise``: an fp8 scale per 32 of each row, not per 32 x 32; ``init`` is "normal" (std ``scale``), "zeros", "ones".
+    ``rowwise``: an fp8 scale per 32 of each row, not per 32 x 32; ``init``: "normal" (std ``scale``), "zeros", "ones".
     """
 
     shape: tuple[int, ...]

@@ -170,7 +170,7 @@ def _draft(runner: Runner, active: list[Running]) -> list[list[int]]:
 
 
 def _draw(logits: Tensor, active: list[Running], counts: list[int]) -> list[list[int]]:
-    """The target's token of each row, [sum(counts), V]: row i of a sequence draws the token after its known ones + i."""
+    """The target's tokens: row i of a sequence, of logits [sum(counts), V], draws the i-th after those it knows."""
     if not active:
         return []
     repeats = torch.tensor(counts)
