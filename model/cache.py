@@ -45,9 +45,8 @@ class Layout:
     page_size: int = 64
 
     def __post_init__(self):
-        step = 2 * max(self.cfg.candidate_block_size, 1)
-        if self.page_size < 1 or self.page_size % 64 or self.page_size % step:
-            raise ValueError(f"page_size must be a multiple of 64 and of {step}, got {self.page_size}")
+        if self.page_size < 1 or self.page_size % 64:
+            raise ValueError(f"page_size must be a multiple of 64, got {self.page_size}")
 
     @property
     def packed(self) -> bool:

@@ -273,7 +273,7 @@ def _check_sizes(c: ModelConfig) -> None:
     )
     for name in positive.split():
         _require(getattr(c, name) >= 1, f"{name} must be >= 1, got {getattr(c, name)}")
-    for name in ("hidden_size", "head_dim", "q_lora_rank", "moe_intermediate_size", "index_head_dim", "o_lora_rank"):
+    for name in ("hidden_size", "head_dim", "q_lora_rank", "moe_intermediate_size", "index_head_dim"):
         value = getattr(c, name)
         _require(value % 32 == 0, f"{name} must be a multiple of 32 (quantisation groups), got {value}")
     for name in (
@@ -290,6 +290,8 @@ def _check_sizes(c: ModelConfig) -> None:
         _require(0 <= token < c.vocab_size, f"{name} must be a token id below {c.vocab_size}, got {token}")
     heads, groups = c.num_attention_heads, c.o_groups
     _require(heads % groups == 0, f"num_attention_heads must divide by o_groups, got {heads} and {groups}")
+    wide = groups * c.o_lora_rank
+    _require(wide % 32 == 0, f"o_groups * o_lora_rank must be a multiple of 32 (quantisation groups), got {wide}")
     rope = c.qk_rope_head_dim
     smaller = min(c.head_dim, c.index_head_dim)
     _require(rope % 2 == 0 and rope <= smaller, f"qk_rope_head_dim must be even and <= {smaller}, got {rope}")

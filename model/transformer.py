@@ -89,9 +89,9 @@ def begin(
     n = x.shape[0]
     pre = x.new_zeros((n, cfg.hc_mult), dtype=torch.float32)
     pre[:, 0] = 1
-    per_page = layout.page_size // (cfg.candidate_block_size * cfg.compress_ratios[cfg.last_source])
+    latents = batch.page_tables.shape[1] * (layout.page_size // cfg.compress_ratios[cfg.last_source])
     topk_idxs = batch.positions.new_full((n, cfg.index_topk), -1)
-    blocks = torch.zeros((n, batch.page_tables.shape[1] * per_page), dtype=torch.bool, device=x.device)
+    blocks = torch.zeros((n, -(-latents // cfg.candidate_block_size)), dtype=torch.bool, device=x.device)
     return look(cfg, layout, consts, batch, cache), Carry(x=x, pre=pre, topk_idxs=topk_idxs, blocks=blocks)
 
 

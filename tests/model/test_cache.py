@@ -49,15 +49,8 @@ def test_packed_planes_start_on_64_bytes(flash):
 
 @pytest.mark.parametrize("page_size", [0, -64, 32, 96])
 def test_page_size_must_be_a_multiple_of_64(page_size):
-    with pytest.raises(ValueError, match=f"page_size must be a multiple of 64 .* got {page_size}"):
+    with pytest.raises(ValueError, match=f"page_size must be a multiple of 64, got {page_size}"):
         Layout(config(), page_size=page_size)
-
-
-def test_page_size_must_hold_whole_candidate_blocks():
-    cfg = config(candidate_block_size=3, candidate_topk_blocks=4)
-    with pytest.raises(ValueError, match="page_size must be a multiple of 64 and of 6, got 64"):
-        Layout(cfg)
-    Layout(cfg, page_size=192)
 
 
 def test_addresses():
