@@ -14,10 +14,7 @@ INSTALLED := active-environment
 endif
 
 define PROMPT
-class BoundedQueue:
-    """A first-in, first-out queue that holds at most maxsize items."""
-
-    def __init__(self, maxsize=0):
+def parse_headers(fp, _class=HTTPMessage):
 endef
 
 # Names the requirements of pyproject.toml, [dev] included, that the environment lacks; versions are its owner's choice.
@@ -45,7 +42,7 @@ help:
 	@echo "make lint       ruff check and ruff format --check;  make format  applies both"
 
 run: $(INSTALLED)
-	$(PY) -m scripts.generate "prompt=$$PROMPT" max_tokens=160 speculate=true $(ARGS)
+	$(PY) -m scripts.generate "prompt=$$PROMPT" max_tokens=160 temperature=0.5 seed=4 speculate=true $(ARGS)
 
 train: $(INSTALLED)
 	$(PY) -m scripts.train $(ARGS)
