@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import quant
 from kernels.registry import op
+from kernels.steady import sigmoid
 
 
 @op
@@ -47,7 +48,7 @@ def engram_mix(x: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: f
     dot = (stream * q_weight.float() * k_weight.float() * key).sum(-1)
     norms = torch.rsqrt(stream.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
     score = dot * norms * d**-0.5
-    gate = torch.sigmoid(torch.copysign(score.abs().clamp(min=1e-6).sqrt(), score))
+    gate = sigmoid(torch.copysign(score.abs().clamp(min=1e-6).sqrt(), score))
     return (stream + gate.unsqueeze(-1) * value.unsqueeze(1)).to(x.dtype)
 
 

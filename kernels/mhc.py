@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.registry import op
+from kernels.steady import sigmoid
 
 
 @op
@@ -22,8 +23,8 @@ def mhc_mix(
     n, c, _ = x.shape
     flat = x.float().flatten(1)
     m = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    pre = torch.sigmoid(m[:, :c] * scale[0] + base[:c]) + eps
-    post = 2 * torch.sigmoid(m[:, c : 2 * c] * scale[1] + base[c : 2 * c])
+    pre = sigmoid(m[:, :c] * scale[0] + base[:c]) + eps
+    post = 2 * sigmoid(m[:, c : 2 * c] * scale[1] + base[c : 2 * c])
     mix = torch.softmax((m[:, 2 * c :] * scale[2] + base[2 * c :]).view(n, c, c), -1) + eps
     return pre, post, sinkhorn(mix, iters, eps)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels
-from kernels import quant
+from kernels import quant, steady
 from kernels.attention import sparse_attention
-from kernels.engram import engram_hash
+from kernels.engram import engram_hash, engram_mix
 from kernels.index import mask_blocks, select_blocks, select_topk
 from kernels.mhc import mhc_mix, mhc_post
 from kernels.moe import grouped_mlp, route
@@ -191,6 +191,30 @@ def test_sparse_attention_is_a_softmax_a_row(case):
 
 
 # --- streams, hashes, rows ---
+
+
+@pytest.mark.parametrize("narrow", [1, 2, 3, 4])
+def test_a_row_does_not_know_how_many_follow(narrow):
+    """Odd numbers of experts and streams: rows then end where no SIMD register does."""
+    torch.manual_seed(2)
+    x, c = torch.randn(40, narrow, 32), narrow
+    mixing = torch.randn((2 + c) * c, c * 32), torch.randn((2 + c) * c), torch.rand(3), 3, 1e-6, 1e-20
+    kv, weight = torch.randn(40, (c + 1) * 32), torch.rand(c, 32)
+    calls = (
+        lambda n: route(x[:n, 0], torch.ones(c, 32), torch.zeros(c), 1, 1.5)[1],
+        lambda n: route(x[:n, 0], mixing[0][:c, :32], torch.zeros(c), c, 1.5)[1],
+        *(lambda n, i=i: mhc_mix(x[:n], *mixing)[i] for i in range(3)),
+        lambda n: engram_mix(x[:n], kv[:n], weight, weight, 1e-20),
+    )
+    for call in calls:
+        for n in (16, 24):
+            assert torch.equal(call(n), call(40)[:n])
+
+
+def test_steady_functions_are_torch_s():
+    x = torch.tensor([-200.0, -20, -1e-3, 0, 0.5, 19.9, 20.1, 200])
+    torch.testing.assert_close(steady.sigmoid(x), torch.sigmoid(x), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(steady.softplus(x), torch.nn.functional.softplus(x), rtol=1e-6, atol=1e-12)
 
 
 def test_mhc_mixing_is_doubly_normalised():
