@@ -91,7 +91,8 @@ def begin(
     pre[:, 0] = 1
     latents = batch.page_tables.shape[1] * (layout.page_size // cfg.compress_ratios[cfg.last_source])
     topk_idxs = batch.positions.new_full((n, cfg.index_topk), -1)
-    blocks = torch.zeros((n, -(-latents // cfg.candidate_block_size)), dtype=torch.bool, device=x.device)
+    width = -(-latents // max(cfg.candidate_block_size, 1))  # 0 is allowed where no layer publishes candidates
+    blocks = torch.zeros((n, width), dtype=torch.bool, device=x.device)
     return look(cfg, layout, consts, batch, cache), Carry(x=x, pre=pre, topk_idxs=topk_idxs, blocks=blocks)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import choose
-from model import checkpoint
+from model import checkpoint, release, transformer, tree
 from model.cache import Layout
 from model.config import ModelConfig
 from model.constants import constants
@@ -18,6 +19,7 @@ from model.engram_tables import primes, table_rows
 from model.pack import Span
 from model.runtime import Runtime
 from model.transformer import Model
+from model.tree import Quantized
 from serve.runner import Runner
 
 PAGE = 64
@@ -96,8 +98,16 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 
 @lru_cache(maxsize=4)
-def params(cfg: ModelConfig, numerics: str, weights: str = "dense", key: int = 0):
-    return checkpoint.random(cfg, key, numerics, weights)
+def params(cfg: ModelConfig, numerics: str, weights: str = "dense") -> transformer.ModelParams:
+    """Random parameters, also where training starts from all zeros or ones: norms, sinks, biases."""
+    made = dict(tree.walk(checkpoint.random(cfg, 0, numerics, weights)))
+
+    def leaf(path: str, spec: tree.Spec) -> Tensor | Quantized:
+        if spec.init == "normal":
+            return made[path]
+        return made[path] + 0.2 * tree.draw(tree.Spec(spec.shape), 1, path).to(made[path].dtype)
+
+    return tree.build(leaf, transformer.specs(cfg))
 
 
 def model(
@@ -137,8 +147,26 @@ def step(r: Runner, *spans: Span) -> list[Tensor]:
 
 def play(r: Runner, seq: Seq, cuts: Sequence[int]) -> Tensor:
     """Logits [n, V] of a sequence run alone, a step for each stretch between ``cuts``."""
-    return torch.cat([step(r, seq.span(a, b))[0] for a, b in zip(cuts, cuts[1:])])
+    return torch.cat([step(r, seq.span(a, b))[0] for a, b in pairwise(cuts)])
 
 
 def every(chunk: int, total: int) -> list[int]:
     return [*range(0, total, chunk), total]
+
+
+def by_release_name(cfg: ModelConfig) -> dict[str, Tensor]:
+    """The fp32 parameters of ``params`` as the dense forward takes them: released names, a layer's experts stacked."""
+    leaves, specs = dict(tree.walk(params(cfg, "fp32"))), dict(tree.walk(transformer.specs(cfg)))
+    out = {}
+    for entry in release.schema(cfg).values():
+        if entry.part != "weight":
+            continue
+        leaf, name = leaves[entry.path], entry.name
+        if isinstance(leaf, Quantized) and leaf.scale is not None:
+            leaf = release.decode(specs[entry.path], leaf.weight, leaf.scale, torch.float32)
+        elif isinstance(leaf, Quantized):
+            leaf = leaf.weight
+        if entry.expert is not None:
+            name = name.removesuffix(".weight").replace(f".experts.{entry.expert}.", ".experts.")
+        out[name] = leaf
+    return out
