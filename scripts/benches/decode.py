@@ -18,13 +18,16 @@ from model.pack import Span
 from model.transformer import Model
 from scripts.build import Settings, build_model
 from scripts.progress import progress
+from scripts.verification.case import relative_rms
 from serve.runner import Runner
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128  # tokens in the cache before the first timed step
 STEPS = 6  # timed steps of a turn
 TURNS = 5
-TOLERANCE = {"fp32": 1e-3, "qat": 1.0}  # of logits; bf16 may round a product the other way
+# Relative RMS of logits. Quantisers amplify a product that rounds the other way: summation order alone moves the official
+# code's logits by up to 0.63 (golden README), so that in qat only gross errors show here; verify judges it layer by layer.
+TOLERANCE = {"fp32": 1e-4, "qat": 0.6}
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def measure(both: tuple[Side, Side], batch: int, numerics: str) -> list[list[flo
     for side in both:
         side.prefill(prompt)
     first = [side.step(tokens[:, 0], CONTEXT) for side in both]
-    error = float((first[0] - first[1]).abs().max())
+    error = relative_rms(first[1], first[0])
     if not error <= TOLERANCE[numerics]:
         raise ValueError(f"bench=decode: compile differs from reference by {error:.3g} at batch {batch}; no figures")
     times: list[list[float]] = [[], []]
