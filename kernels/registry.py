@@ -18,6 +18,10 @@ import torch
 
 OPS: dict[str, "Op"] = {}
 
+# Of torch.compile, here and in the runner: a value rounded to bf16 between two fused operations stays rounded, as the
+# model's numerics say. Without it Inductor keeps such values in fp32, and `qat` is another model.
+COMPILE_OPTIONS = {"emulate_precision_casts": True}
+
 
 class Op:
     """One op and its backends. Call it as a function; ``backend=`` names which body runs."""
@@ -29,7 +33,7 @@ class Op:
         self.impls: dict[str, Callable] = {"reference": body}
         if opaque is None:
             self.traced = body
-            self.impls["compile"] = torch.compile(body, fullgraph=True, dynamic=True)
+            self.impls["compile"] = torch.compile(body, fullgraph=True, dynamic=True, options=COMPILE_OPTIONS)
         else:
             self.eager = body  # what a graph that calls this op runs
             schema = torch.library.infer_schema(body, mutates_args=mutates)

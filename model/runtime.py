@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels import Kernels
+from kernels.registry import COMPILE_OPTIONS
 
 NUMERICS = ("fp32", "qat")
 STORAGE = ("plain", "packed")
@@ -38,6 +39,11 @@ class Runtime:
     def dtype(self) -> torch.dtype:
         """Activation type."""
         return torch.bfloat16 if self.qat else torch.float32
+
+    @property
+    def compile_options(self) -> dict[str, bool]:
+        """What the runner must hand to torch.compile."""
+        return dict(COMPILE_OPTIONS)
 
     @property
     def least_rows(self) -> int:

@@ -25,7 +25,7 @@ from model.pack import ROW_MULTIPLE, Span, pack
 from model.transformer import Model, Trim
 
 
-def compiler() -> Callable:
+def compiler(options: dict[str, bool]) -> Callable:
     """A `jit` for `Model`: one compiled function per (function, static arguments), each with a cache of its own."""
     cache: dict[tuple, Callable] = {}
 
@@ -39,7 +39,7 @@ def compiler() -> Callable:
             # Dynamo keeps its graphs by code object; a copy per key keeps one kind's graphs from counting for another.
             code = bound.__code__.replace(co_name=f"{fn.__module__}.{fn.__name__}".replace(".", "_"))
             copy = FunctionType(code, bound.__globals__, code.co_name, None, bound.__closure__)
-            cache[key] = torch.compile(copy, fullgraph=True)
+            cache[key] = torch.compile(copy, fullgraph=True, options=options)
         return cache[key]
 
     return jit
@@ -54,7 +54,7 @@ class Runner:
     """Runs steps of ``model`` on a cache of ``pages`` pages and ``slots`` sequences (number 0 of both is scratch)."""
 
     def __init__(self, model: Model, pages: int, slots: int, device: torch.device | str = "cpu"):
-        self.model = replace(model, jit=compiler()) if compiled(model) else model
+        self.model = replace(model, jit=compiler(model.rt.compile_options)) if compiled(model) else model
         self.device = device
         self.pages, self.slots = pages, slots
         self.cache = model.layout.allocate(pages, slots, model.rt.dtype, device)

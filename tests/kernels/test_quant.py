@@ -125,7 +125,7 @@ def test_nibble_order_and_values():
     assert torch.equal(quant.unpack(quant.pack(codes)), codes)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_traces_whole_with_dynamic_rows(name: str):
     fake = CODECS[name][0]
@@ -135,7 +135,7 @@ def test_traces_whole_with_dynamic_rows(name: str):
         assert same_bits(compiled(x), fake(x))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_unpacking_in_a_graph_equals_unpacking_by_gather():
     compiled = torch.compile(quant.decode_mxfp4, fullgraph=True, dynamic=True)
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
