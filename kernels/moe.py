@@ -75,26 +75,14 @@ def grouped_mlp(
 
 
 @grouped_mlp.backend("compile")
-def _grouped(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w1: Tensor,
-    s1: Tensor | None,
-    w3: Tensor,
-    s3: Tensor | None,
-    w2: Tensor,
-    s2: Tensor | None,
-    limit: float,
-    quantise: bool,
-    pad: int,
-) -> Tensor:
+def dense_mlp(x: Tensor, ids: Tensor, weights: Tensor, *rest: Tensor | float | None) -> Tensor:
     """Few rows and weights ready for use: every expert on every row in three products, which then are cheaper than the
-    calls of a loop. Else the loop."""
+    calls of a loop. Else the loop. Same bits."""
+    w1, s1, w3, _, w2, _, limit, quantise, pad = rest
     experts = w1.shape[0]
     loop = x.shape[0] < pad or x.shape[0] > DENSE_ROWS or int((ids < experts).sum()) <= DENSE_CHOICES
     if s1 is not None or experts > DENSE_EXPERTS or loop:
-        return grouped_mlp.body(x, ids, weights, w1, s1, w3, s3, w2, s2, limit, quantise, pad)
+        return grouped_mlp.body(x, ids, weights, *rest)
     rows = quant.fake_fp8(x) if quantise else x
     gate = F.linear(rows, w1.flatten(0, 1)).float().clamp(max=limit)
     up = F.linear(rows, w3.flatten(0, 1)).float().clamp(-limit, limit)
