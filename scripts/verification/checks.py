@@ -49,7 +49,7 @@ def check_decode(player: Player, st: SequenceSet, results: Results) -> None:
             results.logits("decode logits", got, want, where, None if qat else 1e-3)
         if not qat:
             _decode_ids(st, pre, log, b, where, results)
-        if drafting and st.get(pre + "spec.input_id") is not None:
+        if drafting and st.get(pre + "spec.output_ids") is not None:
             _drafts(player, st, pre, total + j + 1, where, results)
 
 
@@ -88,7 +88,7 @@ def _ids(tap: str, got: Tensor, want: Tensor | None, where: str, results: Result
 
 def _drafts(player: Player, st: SequenceSet, pre: str, position: int, where: str, results: Results) -> None:
     """DSpark after a decode step: ids, logits and confidence of the block; gate ids and stream of its stages."""
-    anchors = st.get(pre + "spec.input_id")
+    anchors = st.get(pre + "spec.output_ids")[:, 0]
     qat = player.runner.model.rt.qat
     draft, log = _recorded(player, lambda: player.draft(anchors, position))
     ids = torch.cat((anchors.long().unsqueeze(-1), draft.tokens), 1)

@@ -1,0 +1,107 @@
+"""The shipped golden cases pass, a changed one does not, and a missing file is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file, save_file
+
+from scripts import verify
+from scripts.build import Settings, build_settings
+from scripts.entry import CONF, FULL_ERROR, entry, verbatim
+from scripts.verify import SHIPPED_CASES, cases, verify_case
+
+FORMS = [("fp32", "plain"), ("qat", "plain"), ("qat", "packed")]
+
+
+def settings(*overrides: str) -> Settings:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return build_settings(compose("config", overrides=verbatim(["threads=1", *overrides])))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """As the script sets it: products this small only wait for a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def case(tmp_path) -> Path:
+    """A copy of the smaller case that a test may change."""
+    return Path(shutil.copytree(SHIPPED_CASES / "tiny_batch", tmp_path / "case"))
+
+
+def change(file: Path, name: str, by: float) -> None:
+    tensors = load_file(file)
+    tensors[name] = tensors[name] + by
+    save_file(tensors, file)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["tiny_batch", "tiny_dspark"])
+@pytest.mark.parametrize(("numerics", "cache"), FORMS)
+def test_shipped_cases_pass(name, numerics, cache, capsys):
+    results = verify_case(settings(f"numerics={numerics}", f"cache={cache}"), SHIPPED_CASES / name)
+    table = capsys.readouterr().out
+    assert results.failed == 0, table
+    assert results.passed >= 12 and f"{name}: numerics={numerics} cache={cache}" in table
+    assert ("packed = plain" in table) == (cache == "packed")
+    assert ("draft ids" in table) == (name == "tiny_dspark")
+
+
+def test_all_shipped_cases_are_found():
+    assert [c.name for c in cases(None)] == ["tiny_batch", "tiny_dspark"]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("numerics", "tensor", "by", "missed"),
+    [
+        ("fp32", "seq0.prefill.logits_all", 2e-3, {"logits_all", "chunked logits"}),
+        ("fp32", "seq0.decode.0.logits", 2e-3, {"decode logits"}),
+        ("qat", "seq0.prefill.layers.0.attn_out", 0.05, {"attn_out"}),
+    ],
+)
+def test_a_changed_case_fails(case, numerics, tensor, by, missed, capsys):
+    change(case / f"expected_{numerics}.safetensors", tensor, by)
+    results = verify_case(settings(f"numerics={numerics}"), case)
+    assert {row.tap for row in results.rows.values() if row.missed} == missed
+    assert capsys.readouterr().out.count("MISS") == results.failed == len(missed)
+
+
+@pytest.mark.medium
+def test_a_miss_ends_with_exit_code_1(case, monkeypatch, capfd):
+    change(case / "expected_fp32.safetensors", "seq0.prefill.logits_last", 1.0)
+    monkeypatch.chdir(case)
+    monkeypatch.setenv(FULL_ERROR, "")  # entry sets it; this puts it back
+    monkeypatch.setattr("sys.argv", ["verify.py", f"golden={case}", "numerics=fp32", "threads=1"])
+    with pytest.raises(SystemExit) as stop:
+        entry(verify.run)
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert stop.value.code == 1 and result["failed"] == 1 and result["cases"] == 1
+
+
+FILES = ["config.json", "weights.safetensors", "inputs.safetensors", "expected_fp32.safetensors", "engram_tables.json"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_missing_file_is_named(case, file):
+    (case / file).unlink()
+    with pytest.raises(ValueError, match=file.replace(".", r"\.")):
+        verify_case(settings("numerics=fp32"), case)
+
+
+def test_a_missing_folder_and_a_missing_input_are_named(case):
+    with pytest.raises(ValueError, match="golden=no/where: no such folder"):
+        cases("no/where")
+    inputs = load_file(case / "inputs.safetensors")
+    del inputs["seq0.prompt"]
+    save_file(inputs, case / "inputs.safetensors")
+    with pytest.raises(ValueError, match=r"inputs\.safetensors: tensor seq0\.prompt is missing"):
+        verify_case(settings("numerics=fp32"), case)
