@@ -138,7 +138,9 @@ def _grouped_cases() -> list[tuple]:
 
     return [
         case(2, torch.float32, False, False),
+        case(9, torch.float32, False, False),
         case(9, torch.float32, False, True),
+        case(9, torch.bfloat16, True, False),
         case(9, torch.bfloat16, True, True),
     ]
 
