@@ -144,11 +144,13 @@ class Shards:
 
 
 def is_finite(value: Tensor) -> bool:
-    """No NaN or infinity among scales, BF16 and F32; packed and FP8 weights are not read for it."""
+    """No NaN or infinity; packed FP4 has no code for either."""
     if value.numel() == 0:
         return True
     if value.dtype == torch.float8_e8m0fnu:
         return int(value.view(torch.uint8).amax()) != 0xFF
+    if value.dtype == torch.float8_e4m3fn:
+        return not bool(((value.view(torch.uint8) & 0x7F) == 0x7F).any())
     if value.dtype in (torch.bfloat16, torch.float32):
         return bool(torch.stack(value.aminmax()).isfinite().all())
     return True

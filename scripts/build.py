@@ -29,6 +29,7 @@ from serve.text import Text, normalise
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "model" / "checkpoints" / "tiny"
 RANDOM = "random"
+MAX_THREADS = 1024
 T = TypeVar("T")
 
 
@@ -99,6 +100,8 @@ class Settings:
             raise ValueError(f"weights must be one of {checkpoint.WEIGHTS}, got {self.weights!r}")
         if self.threads < 1:
             raise ValueError(f"threads must be >= 1, got {self.threads}")
+        if self.threads > MAX_THREADS:
+            raise ValueError(f"threads must be <= {MAX_THREADS}, got {self.threads}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit 64 bits, got {self.seed}")
 

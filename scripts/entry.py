@@ -46,7 +46,7 @@ def entry(
             OmegaConf.save(config, report.run_folder() / "config.yaml", resolve=True)
             result = run(made)
         except (ValueError, OSError) as error:
-            fail(str(error), traced)
+            fail(" ".join(str(error).split()), traced)
         if result is not None:
             report.emit(result)
             if any(result.get(key) for key in FAILURES):
@@ -54,7 +54,7 @@ def entry(
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra's own, before the job starts
         fail(explain(error, config_name), traced)
 
 

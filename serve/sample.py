@@ -45,5 +45,10 @@ def inverse(temperature: Tensor) -> Tensor:
 
 
 def pick(logits: Tensor, inv_temperature: Tensor, noise: Tensor) -> Tensor:
-    """Token of each row: argmax of logits [M, V] / temperature + noise (the Gumbel-max rule). Returns int64 [M]."""
+    """Token of each row: argmax of logits [M, V] / temperature + noise (the Gumbel-max rule). Returns int64 [M].
+
+    Raises ValueError for logits that are not finite: weights or scales of the checkpoint are damaged.
+    """
+    if not bool(logits.isfinite().all()):
+        raise ValueError("the model's logits are not finite: weights or scales of this checkpoint are damaged")
     return (logits * inv_temperature.unsqueeze(-1) + noise).argmax(-1)

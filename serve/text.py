@@ -61,9 +61,11 @@ class Text:
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             config = json.loads((folder / "tokenizer_config.json").read_text())
-        except Exception as e:  # the tokenizers library raises plain Exception
-            raise ValueError(f"cannot read the tokenizer in {folder}: {e}") from e
-        return cls(tokenizer, config)
+            made = cls(tokenizer, config)
+            made.bos_id, made.eos_id  # noqa: B018  (both must be there)
+        except Exception as e:  # the tokenizers library raises plain Exception; a template may hold anything
+            raise ValueError(f"cannot read the tokenizer in {folder}: {type(e).__name__} {e}") from e
+        return made
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)

@@ -25,8 +25,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128  # tokens in the cache before the first timed step
 STEPS = 6  # timed steps of a turn
 TURNS = 5
-# Relative RMS of logits. Quantisers amplify a product that rounds the other way: summation order alone moves the official
-# code's logits by up to 0.63 (golden README), so that in qat only gross errors show here; verify judges it layer by layer.
+# Relative RMS of logits. Quantisers amplify a product that rounds the other way: summation order alone moves the
+# official code's logits by up to 0.63 (golden README), so that in qat only gross errors show here; verify judges it
+# layer by layer.
 TOLERANCE = {"fp32": 1e-4, "qat": 0.6}
 
 

@@ -3,7 +3,6 @@
 B sequences of S prompt tokens and n decode tokens; a case may hold several such sets, ``seq0``, ``seq1``, ...
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from model.checkpoint import read_config
 from model.config import ModelConfig
-from model.shards import read_tensors
+from model.shards import read_json, read_tensors
 
 
 @dataclass(frozen=True)
@@ -49,22 +48,57 @@ def load_case(folder: str | Path, numerics: str) -> Case:
     inputs = read_tensors(folder / "inputs.safetensors")
     expected = read_tensors(folder / f"expected_{numerics}.safetensors")
     names = sorted({k.split(".")[0] for k in inputs}, key=lambda n: int(re.sub(r"\D", "", n) or 0))
+    if not names:
+        raise ValueError(
+            f"{folder / 'inputs.safetensors'}: holds no tensors; a case has seq0.prompt, seq0.decode_inputs"
+        )
     sets = []
     for name in names:
-        for part in ("prompt", "decode_inputs"):
-            if f"{name}.{part}" not in inputs:
-                raise ValueError(f"{folder / 'inputs.safetensors'}: tensor {name}.{part} is missing")
-        prompt, decode = (inputs[f"{name}.{part}"].long().numpy() for part in ("prompt", "decode_inputs"))
+        where = folder / "inputs.safetensors"
+        prompt, decode = (_ids(inputs, f"{name}.{part}", where, cfg) for part in ("prompt", "decode_inputs"))
+        if len(prompt) != len(decode) or prompt.shape[1] == 0:
+            raise ValueError(f"{where}: {name} has prompts {prompt.shape} and decode inputs {decode.shape}")
         own = {k.removeprefix(f"{name}."): v for k, v in expected.items() if k.startswith(f"{name}.")}
+        _check_expected(own, f"{folder / f'expected_{numerics}.safetensors'}: {name}", *prompt.shape, decode.shape[1])
         sets.append(SequenceSet(name, prompt, decode, own))
     return Case(folder, cfg, _token_map(folder / "engram_tables.json", cfg), tuple(sets))
 
 
+def _ids(inputs: dict[str, Tensor], key: str, where: Path, cfg: ModelConfig) -> np.ndarray:
+    """Token ids [B, n] of one input. Raises ValueError naming the tensor and what is wrong with it."""
+    if key not in inputs:
+        raise ValueError(f"{where}: tensor {key} is missing; a case has seqI.prompt and seqI.decode_inputs")
+    ids = inputs[key]
+    if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"{where}: tensor {key} must be integers [B, n], got {ids.dtype} {tuple(ids.shape)}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < cfg.vocab_size:
+        raise ValueError(f"{where}: tensor {key} holds ids outside 0..{cfg.vocab_size - 1}")
+    return ids.long().numpy()
+
+
+def _check_expected(own: dict[str, Tensor], where: str, rows: int, length: int, steps: int) -> None:
+    """Raise ValueError unless there are expected values, for as many sequences, tokens and steps as the inputs have."""
+    if not own:
+        raise ValueError(f"{where} has no expected values; keys start with the set's name")
+    for key, value in own.items():
+        step = re.match(r"(?:\w+\.)*?decode\.(\d+)\.", key)
+        if step and int(step[1]) >= steps:
+            raise ValueError(f"{where}.{key}: the inputs have {steps} decode steps")
+        prefill = key.startswith("prefill.") and not key.endswith(("gate_ids", "gate_weights"))
+        if prefill and value.shape[0] != rows:
+            raise ValueError(f"{where}.{key}: is for {value.shape[0]} sequences, the inputs have {rows}")
+        if key.endswith(("logits_all", "out_stream", "out_pre_mix", "attn_out", "ffn_out")) and prefill:
+            if value.shape[1] != length:
+                raise ValueError(f"{where}.{key}: is for {value.shape[1]} tokens, the prompts have {length}")
+
+
 def _token_map(path: Path, cfg: ModelConfig) -> list[int]:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; a golden case has Engram's token map there")
-    tables = json.loads(path.read_text(encoding="utf-8"))
-    return list(tables["token_map"]) if "token_map" in tables else list(range(cfg.vocab_size))
+    tokens = read_json(path).get("token_map")
+    if not cfg.engram_layer_ids and tokens is None:
+        return list(range(cfg.vocab_size))
+    if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
+        raise ValueError(f"{path}: token_map must be a list of integers, one a token")
+    return tokens
 
 
 def relative_rms(got: Tensor, want: Tensor) -> float:

@@ -289,13 +289,22 @@ def test_wrong_dtype(case):
 
 
 @pytest.mark.parametrize(
-    "name", [f"{EXPERT}.scale", "layers.0.attn.wkv.scale", "layers.0.attn.attn_sink", "embed.weight"]
+    "name",
+    [
+        f"{EXPERT}.scale",
+        "layers.0.attn.wkv.scale",
+        "layers.0.attn.wkv.weight",
+        "layers.0.attn.attn_sink",
+        "norm.weight",
+    ],
 )
 @pytest.mark.parametrize("weights", ["dense", "packed"])
 def test_nan(case, name, weights):
     value = load_file(case / "model.safetensors")[name]
     if value.dtype == torch.float8_e8m0fnu:
         value.view(torch.uint8).view(-1)[-1] = 0xFF
+    elif value.dtype == torch.float8_e4m3fn:
+        value.view(torch.uint8).view(-1)[-1] = 0x7F
     else:
         value.view(-1)[-1] = float("nan")
     edit(case, **{name.replace(".", "__"): value})

@@ -105,3 +105,34 @@ def test_a_missing_folder_and_a_missing_input_are_named(case):
     save_file(inputs, case / "inputs.safetensors")
     with pytest.raises(ValueError, match=r"inputs\.safetensors: tensor seq0\.prompt is missing"):
         verify_case(settings("numerics=fp32"), case)
+
+
+def rename_inputs(tensors: dict) -> dict:
+    return {k.replace("seq0", "other"): v for k, v in tensors.items()}
+
+
+BAD_INPUTS = [
+    (rename_inputs, "other has no expected values"),
+    (lambda t: {}, "holds no tensors"),
+    (lambda t: {k: v.float() for k, v in t.items()}, "must be integers"),
+    (lambda t: {k: v[0] for k, v in t.items()}, "must be integers"),
+    (lambda t: {k: v + 1000 for k, v in t.items()}, "holds ids outside"),
+    (lambda t: {**t, "seq0.decode_inputs": t["seq0.decode_inputs"][:, :3]}, "the inputs have 3 decode steps"),
+    (lambda t: {**t, "seq0.decode_inputs": t["seq0.decode_inputs"][:1]}, "decode inputs"),
+    (lambda t: {**t, "seq0.prompt": t["seq0.prompt"][:, :5]}, "the prompts have 5"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD_INPUTS)
+def test_inputs_that_fit_nothing_are_refused(damage, message, case):
+    """Never a pass in which nothing was compared."""
+    file = case / "inputs.safetensors"
+    save_file({k: v.contiguous() for k, v in damage(load_file(file)).items()}, file)
+    with pytest.raises(ValueError, match=message):
+        verify_case(settings(), case)
+
+
+def test_token_map_of_another_kind_is_refused(case):
+    (case / "engram_tables.json").write_text('{"token_map": 5}')
+    with pytest.raises(ValueError, match="token_map must be a list of integers"):
+        verify_case(settings(), case)

@@ -64,3 +64,10 @@ def test_greedy_is_argmax_beside_sampled_rows():
     greedy = temperature == 0
     assert torch.equal(sample.pick(logits, sample.inverse(temperature), noise)[greedy], logits.argmax(-1)[greedy])
     assert not sample.noise(torch.arange(6), torch.arange(6), torch.zeros(6), VOCAB).any()
+
+
+def test_logits_that_are_not_finite_draw_nothing():
+    logits = torch.zeros(2, 8)
+    logits[1, 3] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        sample.pick(logits, torch.ones(2), torch.zeros(2, 8))
