@@ -55,7 +55,8 @@ def pieces(r: Runner) -> set[tuple]:
 
 def test_one_graph_for_each_distinct_piece(compiled):
     r, graphs = compiled
-    assert graphs == len(pieces(r)) <= 16
+    tables = len(set(r.model.cfg.engram_num_embeddings)) > 1  # sizes are fixed in the first graph, free in a second
+    assert graphs == len(pieces(r)) + tables <= 17
 
 
 def test_no_recompile_and_the_tokens_of_the_reference(compiled):
