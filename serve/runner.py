@@ -1,7 +1,7 @@
-"""The runner: packs a plan's spans, runs the compiled layers, owns the cache. The one caller of torch.compile.
+"""The runner: packs a plan's spans, runs the compiled pieces of a layer, owns the cache.
 
-With any op on the `compile` or `triton` backend each kind of layer becomes one graph; lengths, batch membership and
-positions are data, so a warmed-up runner never recompiles.
+With any op off its reference body each piece (model/block.py) becomes one graph for each kind of layer; lengths, batch
+membership and positions are data, so a warmed-up runner never recompiles.
 """
 
 import functools
