@@ -19,7 +19,7 @@ from scripts.evaluation import acceptance, loss
 from scripts.evaluation.acceptance import Tally
 from scripts.progress import progress
 from scripts.training import corpus
-from serve.offline import Sampling
+from serve.request import Sampling
 
 
 def pieces(s: Settings) -> list[bytes]:

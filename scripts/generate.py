@@ -15,7 +15,8 @@ import numpy as np
 from scripts.build import Settings, build_runner
 from scripts.entry import entry
 from serve import offline
-from serve.offline import Completion, Sampling
+from serve.offline import Completion
+from serve.request import Sampling
 
 
 def read_prompts(s: Settings) -> list[str]:

@@ -14,25 +14,10 @@ from torch import Tensor
 from model.dspark import DraftBatch
 from model.pack import Span, last_rows
 from serve import sample
+from serve.request import Sampling
 from serve.runner import Runner
 
 CHUNK_TOKENS = 512  # most tokens of a prefill step
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """``temperature`` 0 is greedy; ``stop_ids`` end a completion and are not part of it."""
-
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
-        if not 0 <= self.temperature < 1e3:
-            raise ValueError(f"temperature must be in [0, 1000), got {self.temperature}")
 
 
 @dataclass

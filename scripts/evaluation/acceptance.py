@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, field
 import numpy as np
 
 from serve import offline
-from serve.offline import Sampling
+from serve.request import Sampling
 from serve.runner import Runner
 
 LOOP_TOKENS = 32  # a stretch at least this long that repeats itself ...

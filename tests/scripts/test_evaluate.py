@@ -13,7 +13,7 @@ from model.pack import Span
 from scripts import build, evaluate
 from scripts.bytetext import ByteText
 from scripts.evaluation import acceptance, loss
-from serve.offline import Sampling
+from serve.request import Sampling
 from tests.scripts.test_generate import settings as configure
 
 TEXT = ByteText(2048, 0, 1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.dspark import Draft
-from serve.offline import Completion, Sampling, generate
+from serve.offline import Completion, generate
+from serve.request import Sampling
 from serve.runner import Runner
 from tests.small import VOCAB, config, runner, tokens
 

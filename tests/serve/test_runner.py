@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from serve.offline import Sampling, generate
+from serve.offline import generate
+from serve.request import Sampling
 from serve.runner import Runner
 from tests.small import FULL1, FULL2, REINDEX, REUSE, WINDOW, Seq, config, model, runner, step, tokens
 

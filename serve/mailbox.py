@@ -1,0 +1,35 @@
+"""The queue pair between a front end and an engine of the same process (serve/wire.py is the one between processes).
+
+The engine sees `take`, `wait` and `put`; the front end sees `send` and is called with each `Outputs`.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from serve.request import Abort, Ask, Outputs
+
+
+class Mailbox:
+    """``deliver(outputs)`` is called on the engine's thread, which is the front end's event loop here."""
+
+    def __init__(self, deliver: Callable[[Outputs], None]):
+        self._deliver = deliver
+        self._waiting: list[Ask | Abort] = []
+        self._arrived = asyncio.Event()
+
+    def send(self, message: Ask | Abort) -> None:
+        self._waiting.append(message)
+        self._arrived.set()
+
+    def take(self) -> list[Ask | Abort]:
+        """Everything sent since the last call, in order."""
+        taken, self._waiting = self._waiting, []
+        self._arrived.clear()
+        return taken
+
+    async def wait(self) -> None:
+        """Return once there is something to take."""
+        await self._arrived.wait()
+
+    def put(self, outputs: Outputs) -> None:
+        self._deliver(outputs)

@@ -1,0 +1,102 @@
+"""What a front end asks of an engine and what it gets back: plain values, no torch, no clock.
+
+A front end (HTTP process, trace driver, script) gives each request a ``handle`` that it never uses twice, tokenizes,
+hashes and checks it; the engine answers with one `Outputs` a step. n tokens, k alternatives.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+FINISHES = ("stop", "length", "abort", "error")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw a completion. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 keep every token.
+
+    ``stop_ids`` end a completion and are not part of it (leave them out to ignore the end of text); none counts before
+    ``min_tokens``. ``logprobs`` and ``prompt_logprobs``: how many alternatives beside the chosen token, None for no
+    log-probabilities at all. Stop strings are the front end's: it aborts the request.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self):
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if not 0 <= self.temperature < 1e3:
+            raise ValueError(f"temperature must be in [0, 1000), got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 keeps every token), got {self.top_k}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be between 0 and max_tokens {self.max_tokens}, got {self.min_tokens}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 20:
+                raise ValueError(f"{name} must be between 0 and 20, got {value}")
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """A request. ``hashes``: the chained hash of each full page of ``tokens`` (serve/pages.py), made off the engine's
+    thread; empty means that nothing of it is looked up or kept. Lower ``priority`` comes first."""
+
+    handle: int
+    tokens: np.ndarray  # [n] int32 prompt
+    hashes: list[bytes]
+    sampling: Sampling
+    priority: int = 0
+    arrival_s: float = 0.0  # by the clock port
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Forget a request; unknown and finished handles are no error."""
+
+    handle: int
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Natural log-probabilities of the model's own distribution (temperature 1, nothing cut off)."""
+
+    chosen: np.ndarray  # [n] fp32 of the tokens that came
+    ids: np.ndarray  # [n, k] int32 most probable tokens, best first
+    values: np.ndarray  # [n, k] fp32
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a request ended, and what its prompt cost. Sent once for every Ask; ``message`` explains an error."""
+
+    handle: int
+    reason: str  # one of FINISHES
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    replayed_tokens: int = 0  # of those, recomputed to rebuild windows
+    message: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """New tokens of one step: the first ``counts[0]`` of ``tokens`` belong to ``handles[0]``, and so on."""
+
+    handles: np.ndarray  # [R] int64
+    counts: np.ndarray  # [R] int32, >= 1
+    tokens: np.ndarray  # [sum counts] int32
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)  # handle -> of these tokens
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # handle -> next stretch of the prompt's rows
+    finished: list[Finish] = field(default_factory=list)
+    stats: dict[str, float] = field(default_factory=dict)  # gauges and counters of the engine, for /metrics
