@@ -23,6 +23,7 @@ from model.runtime import Runtime
 from parallel import plan
 from parallel.plan import Plan
 from scripts.bytetext import ByteText
+from scripts.tracking import Track
 from serve.runner import Runner
 from serve.text import Text, normalise
 
@@ -75,6 +76,7 @@ class Settings:
     kernels: Kernels
     serve: Serve
     evaluate: Evaluate
+    track: Track
     checkpoint: str
     numerics: str
     weights: str
@@ -124,6 +126,7 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
         "kernels": build_kernels(values.pop("kernels", {})),
         "serve": from_mapping(Serve, values.pop("serve", {}), "serve."),
         "evaluate": from_mapping(Evaluate, values.pop("evaluate", {}), "evaluate."),
+        "track": from_mapping(Track, values.pop("track", {}), "track."),
         "model_chosen": any(o.lstrip("+~").startswith(("model=", "model.")) for o in overrides),
     }
     return from_mapping(Settings, values, "", **groups)

@@ -14,15 +14,16 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from scripts import build, report
+from scripts import build, report, sweep, tracking
 
 CONF = Path(__file__).parents[1] / "conf"
 TEXTS = ("prompt", "prompt_file")  # taken as they are, commas and all
 PATHS = ("checkpoint", "golden")  # likewise, but with --multirun a comma sweeps
-FAILURES = ("failed", "mismatches")  # results that are counts of what must not be
+NAME_LENGTH = 120  # of a tracked run, in characters
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -30,10 +31,10 @@ def entry(
     run: Callable[[Any], dict | None], settings: Callable = build.build_settings, config_name: str = "config"
 ) -> None:
     """Be the script: compose the config from sys.argv, call ``run(settings(config, overrides))`` in Hydra's run folder,
-    emit the flat result it returns.
+    emit the flat result it returns. What ``settings`` returns has a field ``track``.
 
     A ValueError or OSError, ours or Hydra's, becomes one line on stderr and exit code 1. A result that counts failures
-    ends with exit code 1 too.
+    ends with exit code 1 too. Under ``-m`` a job that fails leaves the others alone (scripts/sweep.py).
     """
     sys.argv[1:] = verbatim(sys.argv[1:])
     traced = FULL_ERROR in os.environ
@@ -41,21 +42,34 @@ def entry(
 
     @wraps(run)
     def job(config: DictConfig) -> None:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            return sweep.attempt(lambda: perform(run, settings, config))
         try:
-            made = settings(config, HydraConfig.get().overrides.task)
-            OmegaConf.save(config, report.run_folder() / "config.yaml", resolve=True)
-            result = run(made)
+            result = perform(run, settings, config)
         except (ValueError, OSError) as error:
             fail(" ".join(str(error).split()), traced)
-        if result is not None:
-            report.emit(result)
-            if any(result.get(key) for key in FAILURES):
-                raise SystemExit(1)
+        if report.failures(result):
+            raise SystemExit(1)
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra's own, before the job starts
         fail(explain(error, config_name), traced)
+
+
+def perform(run: Callable[[Any], dict | None], settings: Callable, config: DictConfig) -> dict | None:
+    """One run from config to emitted result, tracked. Raises what the settings or the run raise."""
+    about, folder = HydraConfig.get(), report.run_folder()
+    made = settings(config, about.overrides.task)
+    OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    group = sweep.name(about) if about.mode is RunMode.MULTIRUN else None
+    name = " ".join([about.job.name, *about.overrides.task])
+    resolved = OmegaConf.to_container(config, resolve=True)
+    with tracking.track(made.track, tracking.Run(about.job.name, name[:NAME_LENGTH], group, resolved), folder):
+        result = run(made)
+        if result is not None:
+            report.emit(result)
+    return result
 
 
 def fail(message: str, traced: bool) -> NoReturn:

@@ -22,6 +22,7 @@ from scripts import build
 from scripts.entry import entry
 from scripts.progress import progress
 from scripts.report import run_folder
+from scripts.tracking import Track
 from scripts.training import backbone, corpus, fast, quantise, run, state
 from scripts.training.backbone import Setup
 from scripts.training.export import export
@@ -39,6 +40,7 @@ class Job:
 
     model: ModelConfig
     training: Settings
+    track: Track
     threads: int
     compile: bool
     numerics: str
@@ -60,7 +62,9 @@ def build_job(config: DictConfig, overrides: Sequence[str] = ()) -> Job:
     nested = {"rates": build.from_mapping(Rates, mine.pop("rates"), "rates.")}
     for name in run.PHASES:
         nested[name] = build.from_mapping(PhaseSettings, mine.pop(name), f"{name}.")
-    return build.from_mapping(Job, values, "", model=model, training=build.from_mapping(Settings, mine, "", **nested))
+    groups = {"model": model, "training": build.from_mapping(Settings, mine, "", **nested)}
+    groups["track"] = build.from_mapping(Track, values.pop("track"), "track.")
+    return build.from_mapping(Job, values, "", **groups)
 
 
 def prepare(job: Job, found: corpus.Corpus, text: Text) -> tuple[ModelConfig, Setup]:

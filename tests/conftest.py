@@ -5,7 +5,7 @@ import os
 for name, value in {
     "OMP_NUM_THREADS": "1",  # torch takes its thread count from here; small ops lose more than they gain by a second
     "TRITON_INTERPRET": "1",  # without a GPU kernels run in the interpreter; set 0 to test on one
-    "WANDB_MODE": "offline",
+    "WANDB_MODE": "disabled",  # a test of tracking sets it itself
     "WANDB_SILENT": "true",
     "NIXL_LOG_LEVEL": "ERROR",  # its INFO lines go to stdout
 }.items():
