@@ -1,7 +1,7 @@
 """A token per byte: what stands in for a tokenizer where random weights have a vocabulary of their own."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 FIRST = 8  # ids below it are left to special tokens
 
@@ -20,27 +20,30 @@ class ByteText:
     def prompt(self, text: str) -> list[int]:
         return [self.bos_id, *self.encode(text)]
 
+    def piece(self, token: int) -> bytes:
+        return bytes([token - FIRST]) if FIRST <= token < FIRST + 256 else f"<{token}>".encode()
+
     def decode(self, ids: Iterable[int]) -> str:
         stream = self.stream()
         return stream.push(ids) + stream.flush()
 
     def stream(self) -> "ByteStream":
-        return ByteStream()
+        return ByteStream(self.piece)
 
 
 class ByteStream:
     """Text as its ids arrive; bytes of an unfinished character wait."""
 
-    def __init__(self):
+    def __init__(self, piece: Callable[[int], bytes]):
+        self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        return "".join(self._one(i) for i in ids)
+        return self._decoder.decode(b"".join(self._piece(i) for i in ids))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
-    def _one(self, i: int) -> str:
-        if FIRST <= i < FIRST + 256:
-            return self._decoder.decode(bytes([i - FIRST]))
-        return self._decoder.decode(f"<{i}>".encode())
+    @property
+    def waits(self) -> bool:
+        return bool(self._decoder.getstate()[0])

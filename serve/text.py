@@ -107,6 +107,10 @@ class Text:
     def stream(self) -> "StreamDecoder":
         return StreamDecoder(self._bytes)
 
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token, which need not be whole characters."""
+        return self._bytes[token]
+
     def pieces(self) -> list[str]:
         """Each token decoded alone [V]."""
         return [b.decode("utf-8", "replace") for b in self._bytes]
@@ -151,6 +155,11 @@ class StreamDecoder:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    @property
+    def waits(self) -> bool:
+        """Bytes of an unfinished character are held."""
+        return bool(self._decoder.getstate()[0])
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Text:

@@ -1,0 +1,238 @@
+"""Messages between the HTTP process and the engine's: msgpack frames over a ZeroMQ pair, no pickle.
+
+A message is frames: its kind, its body, its large arrays. Arrays travel as their bytes with dtype and shape. What does
+not decode to exactly what is expected is dropped and counted, never raised.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from serve.request import FINISHES, Abort, Ask, Logprobs, Outputs
+
+MAX_BYTES = 256 << 20  # of a message
+INLINE_BYTES = 1 << 16
+DTYPES = ("int32", "int64", "float32")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The engine's first message: it is ready, and this is what fits it."""
+
+    vocab_size: int
+    context: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The last message to an engine: end your process."""
+
+
+class Ended(Exception):
+    """The other side has said Bye."""
+
+
+KINDS: dict[bytes, type] = {b"ask": Ask, b"abort": Abort, b"outputs": Outputs, b"hello": Hello, b"bye": Bye}
+TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"bye"), (b"outputs", b"hello")
+
+
+class _Encoder:
+    """Small arrays go into the body as their bytes, large ones into frames after it, uncopied."""
+
+    def __init__(self):
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._out)
+        self._frames: list = []
+
+    def __call__(self, message: Any) -> list:
+        body, frames = self._encoder.encode(message), self._frames
+        self._frames = []
+        return [body, *frames]
+
+    def _out(self, value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"cannot send a {type(value).__name__}")
+        value = np.ascontiguousarray(value)
+        raw = value.data.cast("B") if value.size else b""
+        if len(raw) <= INLINE_BYTES:
+            return (value.dtype.name, value.shape, raw)
+        self._frames.append(raw)
+        return (value.dtype.name, value.shape, len(self._frames) - 1)
+
+
+class _Decoder:
+    def __init__(self, cls: type):
+        self._decoder = msgspec.msgpack.Decoder(cls, dec_hook=self._in)
+        self._frames: list = []
+
+    def __call__(self, body, frames: list) -> Any:
+        self._frames = frames
+        try:
+            return self._decoder.decode(body)
+        finally:
+            self._frames = []
+
+    def _in(self, kind: type, value: Any) -> Any:
+        dtype, shape, raw = value
+        if kind is not np.ndarray or dtype not in DTYPES or len(shape) > 2:
+            raise ValueError(f"an array of {dtype} with {len(shape)} axes")
+        if any(type(s) is not int or s < 0 for s in shape):
+            raise ValueError(f"an array of shape {shape}")
+        if type(raw) is int:
+            if not 0 <= raw < len(self._frames):
+                raise ValueError(f"an array in frame {raw} of {len(self._frames)}")
+            raw = self._frames[raw]
+        return np.frombuffer(raw, dtype).reshape(shape)
+
+
+_ENCODE = _Encoder()  # messages are made and read on one thread a process
+_DECODE = {kind: _Decoder(cls) for kind, cls in KINDS.items()}
+_NAMES = {cls: kind for kind, cls in KINDS.items()}
+
+
+def encode(message: Any) -> list:
+    """The frames of a message. Raises ValueError for one over the size limit."""
+    frames = [_NAMES[type(message)], *_ENCODE(message)]
+    size = sum(len(f) for f in frames)
+    if size > MAX_BYTES:
+        raise ValueError(f"a message of {size} bytes; {MAX_BYTES} may be sent")
+    return frames
+
+
+def decode(frames: list, kinds: tuple[bytes, ...]) -> Any:
+    """The message of ``frames``, one of ``kinds``. Raises ValueError for anything else."""
+    kind = bytes(frames[0])
+    if len(frames) < 2 or kind not in kinds:
+        raise ValueError(f"{len(frames)} frames, kind {kind[:16]!r}")
+    if sum(len(f) for f in frames) > MAX_BYTES:
+        raise ValueError("a message over the size limit")
+    try:
+        message = _DECODE[kind](frames[1], frames[2:])
+        _check(message)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a {kind.decode()}: {error}") from None
+    return message
+
+
+def _check(message: Any) -> None:
+    """Raise ValueError where arrays do not belong together."""
+    if isinstance(message, Ask):
+        _array(message.tokens, np.int32, 1)
+        if not len(message.tokens):
+            raise ValueError("an Ask without tokens")
+    if isinstance(message, Outputs):
+        _array(message.handles, np.int64, 1)
+        _array(message.counts, np.int32, 1)
+        _array(message.tokens, np.int32, 1)
+        if len(message.handles) != len(message.counts) or message.counts.sum() != len(message.tokens):
+            raise ValueError("Outputs whose counts do not add up")
+        for rows in (*message.logprobs.values(), *message.prompt_logprobs.values()):
+            _check_rows(rows)
+        if any(f.reason not in FINISHES for f in message.finished):
+            raise ValueError(f"a Finish that is none of {FINISHES}")
+
+
+def _check_rows(rows: Logprobs) -> None:
+    _array(rows.chosen, np.float32, 1)
+    _array(rows.ids, np.int32, 2)
+    _array(rows.values, np.float32, 2)
+    if rows.ids.shape != rows.values.shape or len(rows.ids) != len(rows.chosen):
+        raise ValueError("Logprobs of unequal lengths")
+
+
+def _array(value: np.ndarray, dtype: type, axes: int) -> None:
+    if value.dtype != dtype or value.ndim != axes:
+        raise ValueError(f"an array of {value.dtype} with {value.ndim} axes")
+
+
+def _buffers(frames: list[zmq.Frame]) -> list[memoryview]:
+    return [f.buffer for f in frames]
+
+
+def _socket(context: zmq.Context, address: str, bind: bool) -> zmq.Socket:
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)  # the front end's limits bound what is under way; a send never blocks a step
+    socket.setsockopt(zmq.LINGER, 1000)  # ms
+    (socket.bind if bind else socket.connect)(address)
+    return socket
+
+
+class EngineWire:
+    """The engine's side: `take`, `wait` and `put` of a mailbox. `wait` blocks its process, which has nothing else to
+    do. After Bye, `take` and `wait` raise Ended. ``malformed`` counts dropped messages."""
+
+    def __init__(self, address: str):
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, address, bind=False)
+        self.malformed = 0
+
+    def take(self) -> list[Ask | Abort]:
+        """Everything that has come since the last call, in order."""
+        taken: list[Ask | Abort] = []
+        while self._socket.poll(0):
+            try:
+                message = decode(_buffers(self._socket.recv_multipart(copy=False)), TO_ENGINE)
+            except ValueError:
+                self.malformed += 1
+                continue
+            if isinstance(message, Bye):
+                raise Ended
+            taken.append(message)
+        return taken
+
+    async def wait(self) -> None:
+        """Return once there is something to take."""
+        self._socket.poll()
+
+    def put(self, message: Outputs | Hello) -> None:
+        self._socket.send_multipart(encode(message), copy=False)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class FrontWire:
+    """The HTTP process's side; call it on a running event loop, `receive` the Hello first. ``malformed`` counts dropped
+    messages, ``undelivered`` those for an engine that is gone."""
+
+    def __init__(self, address: str):
+        self._context = zmq.asyncio.Context()
+        self._socket = _socket(self._context, address, bind=True)
+        self.malformed = 0
+        self.undelivered = 0
+
+    def send(self, message: Ask | Abort | Bye) -> None:
+        """Raises ValueError for a message over the size limit."""
+        sent = self._socket.send_multipart(encode(message), flags=zmq.NOBLOCK, copy=False)
+        if sent.done() and sent.exception() is not None:
+            self.undelivered += 1
+
+    async def receive(self) -> Outputs | Hello:
+        """The next message that is one."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                return decode(_buffers(frames), TO_FRONT)
+            except ValueError:
+                self.malformed += 1
+
+    async def pump(self, deliver: Callable[[Outputs], None]) -> None:
+        """Hand every Outputs to ``deliver``, until cancelled."""
+        while True:
+            message = await self.receive()
+            if isinstance(message, Outputs):
+                deliver(message)
+                await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
