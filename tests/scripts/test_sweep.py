@@ -90,13 +90,8 @@ def test_values_as_typed():
 
 
 def test_a_metric_that_no_job_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        sweep,
-        "rows",
-        lambda folder: (
-            rows({"a": 1}, {"a": 2}, x=[1, 2]) and [r | {"error": None} for r in rows({"a": 1}, {"a": 2}, x=[1, 2])]
-        ),
-    )
+    jobs = [{"error": None, **r} for r in rows({"a": 1}, {"a": 2}, x=[1, 2])]
+    monkeypatch.setattr(sweep, "rows", lambda folder: jobs)
     with pytest.raises(ValueError, match="no job has 'y'; results: x"):
         sweep.summarise(tmp_path, ["y"])
     assert (tmp_path / "summary.csv").is_file()
