@@ -24,6 +24,7 @@ from parallel import plan
 from parallel.plan import Plan
 from scripts.bytetext import ByteText
 from scripts.tracking import Track
+from serve.limits import Policy, Serve, Speculation
 from serve.runner import Runner
 from serve.text import Text, normalise
 
@@ -32,20 +33,6 @@ SHIPPED = ROOT / "model" / "checkpoints" / "tiny"
 RANDOM = "random"
 MAX_THREADS = 1024
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Serve:
-    """Sizes of the plain loop's cache."""
-
-    page_size: int  # tokens
-    pages: int  # without the scratch page
-    max_batch: int  # sequences
-
-    def __post_init__(self):
-        for name in ("pages", "max_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"serve.{name} must be >= 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +111,7 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
         "model": model,
         "parallel": build_plan(values.pop("parallel", {}), model),
         "kernels": build_kernels(values.pop("kernels", {})),
-        "serve": from_mapping(Serve, values.pop("serve", {}), "serve."),
+        "serve": build_serve(values.pop("serve", {})),
         "evaluate": from_mapping(Evaluate, values.pop("evaluate", {}), "evaluate."),
         "track": from_mapping(Track, values.pop("track", {}), "track."),
         "model_chosen": any(o.lstrip("+~").startswith(("model=", "model.")) for o in overrides),
@@ -157,6 +144,17 @@ def build_kernels(values: Mapping[str, Any]) -> Kernels:
     known(values, ("default", *sorted(OPS)), "kernels.")
     named = {key: value for key, value in values.items() if value is not None}
     return choose(named.pop("default", "reference"), **named)
+
+
+def build_serve(values: Mapping[str, Any]) -> Serve:
+    """The engine's sizes, rules and switches, of a ``conf/serve`` YAML."""
+    values = plain(values)
+    policy = values.pop("policy", {})
+    nested = {
+        "policy": from_mapping(Policy, policy, "serve.policy.", options=policy.pop("options", {})),
+        "speculation": from_mapping(Speculation, values.pop("speculation", {}), "serve.speculation."),
+    }
+    return from_mapping(Serve, values, "serve.", **nested)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

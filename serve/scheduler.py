@@ -23,22 +23,21 @@ class Scheduler:
     """``key(sequence, cached)`` is the policy (serve/policies). Slots 1 to ``max_batch`` are sequences, those above
     hold retained windows."""
 
-    def __init__(self, limits: Limits, rule: WindowRule, key: Callable, rekey: bool = False):
-        if rule.mode == "retain" and limits.prefill != "full":
-            raise ValueError(
-                f"serve.window=retain needs serve.prefill=full, got {limits.prefill}: trimmed layers' rings"
-            )
-        self.limits, self.rule = limits, rule
-        self.pages = Pages(limits.pages + 1, limits.page_size)
-        self.table = Table(limits.max_batch, limits.context, limits.page_size)
-        self.tails = Tails(range(limits.max_batch + 1, limits.max_batch + 1 + limits.retained))
+    def __init__(self, limits: Limits, key: Callable):
+        serve = limits.serve
+        self.limits, self.serve = limits, serve
+        self.rule = WindowRule(serve.window, limits.window, limits.layers)
+        self.pages = Pages(serve.pages + 1, serve.page_size)
+        self.table = Table(serve.max_batch, limits.context, serve.page_size)
+        first = serve.max_batch + 1
+        self.tails = Tails(range(first, first + (serve.retained if serve.window == "retain" else 0)))
         self.rank = lambda s: key(s, lambda: self._find(s)[0].cached)
-        self.waiting = Queue(self.rank, rekey, limits.max_wait_steps)
+        self.waiting = Queue(self.rank, serve.policy.rekey, serve.max_wait_steps)
         self.running: dict[int, Sequence] = {}  # by slot
         self.step = 0
         self.counts = dict.fromkeys(("asked", "hit_tokens", "replayed_tokens", "prompt_tokens", "preempted"), 0)
         self._prefilling: list[Sequence] = []
-        self._slots = list(range(limits.max_batch, 0, -1))
+        self._slots = list(range(serve.max_batch, 0, -1))
         self._promised = 0  # pages that running prefills are still to take
         self._decoding = np.zeros(0, np.int64)
         self._in_flight = 0  # steps planned and not yet updated
@@ -68,14 +67,14 @@ class Scheduler:
             self.waiting.push(sequence)
 
     def _refusal(self, ask: Ask) -> str:
-        n, most = len(ask.tokens), self.limits.pages * self.limits.page_size
+        n, most = len(ask.tokens), self.serve.pages * self.serve.page_size
         if n == 0:
             return "the prompt is empty: give at least one token"
         if n >= self.limits.context:
             return f"the prompt has {n} tokens, the context is {self.limits.context}: shorten it"
         if n + 1 > most:
             return f"the prompt has {n} tokens, serve.pages hold {most}: it can never fit"
-        if len(self.waiting) >= self.limits.max_waiting:
+        if len(self.waiting) >= self.serve.max_waiting:
             return f"{len(self.waiting)} requests wait already (serve.max_waiting): try later"
         return ""
 
@@ -96,7 +95,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Give back slot and pages."""
         slot = sequence.slot
-        self.pages.release(self.table.held(slot, self.limits.page_size))
+        self.pages.release(self.table.held(slot, self.serve.page_size))
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
             self._promised -= self._missing(sequence)
@@ -123,7 +122,7 @@ class Scheduler:
         self.step += 1
         preempted = self.counts["preempted"]
         rows, drafts = self._decode()
-        budget = self.limits.budget_tokens - len(rows) * (1 + drafts)
+        budget = self.serve.budget_tokens - len(rows) * (1 + drafts)
         prefills = []
         for sequence in list(self._prefilling):
             budget -= self._stretch(sequence, budget, prefills)
@@ -142,14 +141,14 @@ class Scheduler:
 
     def _decode(self) -> tuple[np.ndarray, int]:
         """Slots that decode, and how many drafts each may verify; a share of the budget is left to prompts in need."""
-        limits, rows = self.limits, self._decoding
+        rows = self._decoding
         if not len(rows):
             return rows, 0
-        spare = limits.budget_tokens - len(rows)
+        spare = self.serve.budget_tokens - len(rows)
         if self._prefilling or self.waiting:
-            spare -= min(limits.budget_tokens // 4, spare)
-        drafts = min(limits.drafts, spare // len(rows))
-        t, step = self.table, 1 + limits.drafts
+            spare -= min(self.serve.budget_tokens // 4, spare)
+        drafts = min(self.limits.drafts, spare // len(rows))
+        t, step = self.table, 1 + self.limits.drafts
         reach = np.minimum(t.total[rows] + step * (1 + self._in_flight) - 1, t.limit[rows])
         short = reach > t.capacity[rows]
         if not short.any():
@@ -164,7 +163,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages up to ``tokens``, taken from the worst-ranked if none are free; False if it is the worst itself."""
-        t, slot, size = self.table, sequence.slot, self.limits.page_size
+        t, slot, size = self.table, sequence.slot, self.serve.page_size
         have = t.capacity[slot] // size
         need = -(-tokens // size) - have
         if need <= 0:
@@ -184,15 +183,15 @@ class Scheduler:
 
     def _missing(self, sequence: Sequence) -> int:
         """Pages that its prefill is still to take."""
-        size = self.limits.page_size
+        size = self.serve.page_size
         return max(0, -(-sequence.target // size) - int(self.table.capacity[sequence.slot]) // size)
 
     def _stretch(self, sequence: Sequence, budget: int, prefills: list[Prefill]) -> int:
         """Append the next stretch of a prefill that fits budget and pages; returns its tokens."""
         left = sequence.target - sequence.planned
-        count = min(left, budget, self.limits.long_prefill_tokens)
+        count = min(left, budget, self.serve.long_prefill_tokens)
         if self.rule.mode == "retain":
-            edge = (sequence.target - 1) // self.limits.page_size * self.limits.page_size
+            edge = (sequence.target - 1) // self.serve.page_size * self.serve.page_size
             if sequence.planned < edge < sequence.planned + count:
                 count = edge - sequence.planned  # so that the rings can be kept at the end of the last full page
         if count <= 0 or not sequence.slot:
@@ -213,14 +212,14 @@ class Scheduler:
 
     def _find(self, sequence: Sequence) -> tuple[Resume, np.ndarray]:
         """Where a waiting sequence would start, and the cached pages it would use. At least one token is computed."""
-        most = min(len(sequence.names), (sequence.total - 1) // self.limits.page_size)
+        most = min(len(sequence.names), (sequence.total - 1) // self.serve.page_size)
         if self.rule.mode == "none" or not most or sequence.ask.sampling.prompt_logprobs is not None:
             return Resume(), np.zeros(0, np.int32)
         found = self.pages.find(sequence.names, most)
         if self.rule.mode == "retain":
             found = found[: self.tails.longest(sequence.names, len(found))]
-        resume = self.rule.resume(len(found) * self.limits.page_size)
-        return resume, found[: resume.cached // self.limits.page_size]
+        resume = self.rule.resume(len(found) * self.serve.page_size)
+        return resume, found[: resume.cached // self.serve.page_size]
 
     def _admit(self) -> Sequence | None:
         """The head of the line gets a slot and its cached pages, if the rest of its prompt fits beside the promised."""
@@ -228,7 +227,7 @@ class Scheduler:
         if sequence is None:
             return None
         resume, found = self._find(sequence)
-        need = -(-sequence.total // self.limits.page_size) - len(found)
+        need = -(-sequence.total // self.serve.page_size) - len(found)
         idle = int((self.pages.refs[found] == 0).sum())
         if need + idle + self._promised > self.pages.free:
             return None
@@ -237,20 +236,20 @@ class Scheduler:
         return sequence
 
     def _place(self, sequence: Sequence, resume: Resume, found: np.ndarray) -> None:
-        t, limits, slot = self.table, self.limits, self._slots.pop()
-        ask, prompt, size = sequence.ask, len(sequence.ask.tokens), limits.page_size
-        limit = min(prompt + ask.sampling.max_tokens, limits.context, limits.pages * size)
+        t, serve, slot = self.table, self.serve, self._slots.pop()
+        ask, prompt, size = sequence.ask, len(sequence.ask.tokens), serve.page_size
+        limit = min(prompt + ask.sampling.max_tokens, self.limits.context, serve.pages * size)
         t.place(slot, sequence.handle, sequence.epoch, prompt, limit, ask.sampling)
         self.pages.hold(found)
         sequence.slot, sequence.planned, sequence.target = slot, resume.start, sequence.total
-        aged = self.step - sequence.since >= limits.max_wait_steps
+        aged = self.step - sequence.since >= serve.max_wait_steps
         sequence.rank = () if aged else self.rank(sequence)  # () stands before every other
         t.pages[slot, : len(found)] = found
         t.generated[slot, : len(sequence.output)] = sequence.output
         t.total[slot], t.computed[slot], t.capacity[slot] = sequence.total, resume.start, len(found) * size
-        t.published[slot] = len(found) if sequence.cacheable(size) else limits.context
+        t.published[slot] = len(found) if sequence.cacheable(size) else self.limits.context
         t.write_from[slot], t.floor[slot] = resume.cached, resume.floor
-        whole = limits.prefill == "full" or ask.sampling.prompt_logprobs is not None
+        whole = serve.prefill == "full" or ask.sampling.prompt_logprobs is not None
         t.kept_from[slot] = 0 if whole else max(0, sequence.total - self.rule.window)
         if self.rule.mode == "retain" and len(found):
             self._copies.append(Copy(self.tails.slot(sequence.names[len(found) - 1]), slot))
@@ -316,7 +315,7 @@ class Scheduler:
 
     def _publish(self, plan: Plan, live: np.ndarray, decoded: np.ndarray) -> None:
         """Name the pages that are full now."""
-        t, size = self.table, self.limits.page_size
+        t, size = self.table, self.serve.page_size
         slots = plan.slots[live] if len(plan.prefills) else decoded
         done = t.computed[slots] // size
         more = done > t.published[slots]
@@ -332,9 +331,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that no page, slot or sequence is lost or doubled."""
-        t, size = self.table, self.limits.page_size
+        t, size = self.table, self.serve.page_size
         self.pages.check(t.held(s, size) for s in self.running)
-        assert sorted([*self.running, *self._slots]) == list(range(1, self.limits.max_batch + 1))
+        assert sorted([*self.running, *self._slots]) == list(range(1, self.serve.max_batch + 1))
         assert all(s.slot == slot and t.handle[slot] == s.handle for slot, s in self.running.items())
         prefilling = [s.slot for s in self._prefilling]
         assert sorted([*prefilling, *self._decoding.tolist()]) == sorted(self.running)

@@ -64,7 +64,7 @@ def test_paths_arrive_as_typed_and_sweep_with_multirun():
 
 UNKNOWN = [
     (["bogus=1"], "unknown key bogus; known: model, parallel, kernels, serve, track, checkpoint,"),
-    (["serve.page=1"], "unknown key serve.page; known in serve: page_size, pages, max_batch"),
+    (["serve.page=1"], "unknown key serve.page; known in serve: page_size, pages, max_batch, budget_tokens"),
     (["model.hidden=1"], "unknown key model.hidden; known in model: vocab_size,"),
     (["kernels=cuda"], "Could not find 'kernels/cuda' Available options in 'kernels': compile reference"),
     (["max_tokens=(1"], "max_tokens"),
