@@ -20,6 +20,11 @@ class ByteText:
     def prompt(self, text: str) -> list[int]:
         return [self.bos_id, *self.encode(text)]
 
+    def chat(self, messages: list[dict]) -> list[int]:
+        raise ValueError(
+            "messages need a chat_template, and these random weights have a tokenizer of bytes without one"
+        )
+
     def piece(self, token: int) -> bytes:
         return bytes([token - FIRST]) if FIRST <= token < FIRST + 256 else f"<{token}>".encode()
 

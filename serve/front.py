@@ -35,7 +35,7 @@ class Closed(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class Bounds:
     """What fits the engine, and how much may wait for it."""
 
     vocab_size: int
@@ -117,12 +117,12 @@ class Front:
 
     def __init__(
         self,
-        limits: Limits,
+        bounds: Bounds,
         now: Callable[[], float],
         decoder: Callable[[], Decoder] | None = None,
         metrics=None,
     ):
-        self.limits, self._now, self._decoder, self._metrics = limits, now, decoder, metrics
+        self.bounds, self._now, self._decoder, self._metrics = bounds, now, decoder, metrics
         self._send: Callable[[Ask | Abort], None] | None = None
         self._handles = count(1)
         self._open: dict[int, Part] = {}
@@ -132,6 +132,7 @@ class Front:
         self.prompt_tokens = 0  # of all open completions
         self.stats: dict[str, float] = {}  # the engine's latest
         self.closed: str | None = None  # why nothing is taken any more
+        self.failed = False  # the engine is gone
 
     def connect(self, send: Callable[[Ask | Abort], None]) -> None:
         """``send`` hands a message to the engine, whose outputs come to `deliver`."""
@@ -186,7 +187,7 @@ class Front:
         stream, now = Stream(self), self._now()
         for i, prompt in enumerate(prompts):
             prompt = prompt.astype(np.int32, copy=False)
-            names = chain(prompt, self.limits.page_size) if hashes is None else hashes[i]
+            names = chain(prompt, self.bounds.page_size) if hashes is None else hashes[i]
             for j in range(n):
                 writer = Writer(self._decoder() if self._decoder else NoText(), stops, self._limit(sampling, limit))
                 part = Part(next(self._handles), i * n + j, len(prompt), writer, stream, now)
@@ -202,19 +203,19 @@ class Front:
         if not np.issubdtype(prompt.dtype, np.integer):
             raise BadField("prompt", f"must be integer token ids, got {prompt.dtype}")
         low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self.limits.vocab_size:
+        if low < 0 or high >= self.bounds.vocab_size:
             bad = low if low < 0 else high
-            raise BadField("prompt", f"holds token id {bad}; ids are 0 to {self.limits.vocab_size - 1}")
-        room = self.limits.context - len(prompt)
+            raise BadField("prompt", f"holds token id {bad}; ids are 0 to {self.bounds.vocab_size - 1}")
+        room = self.bounds.context - len(prompt)
         if room < 1:
             raise BadField(
-                "prompt", f"has {len(prompt)} tokens; the context is {self.limits.context}, completion included"
+                "prompt", f"has {len(prompt)} tokens; the context is {self.bounds.context}, completion included"
             )
         if sampling.max_tokens > room:
             raise BadField(
                 "max_tokens",
                 f"is {sampling.max_tokens}, the prompt has {len(prompt)} tokens, and the context is "
-                f"{self.limits.context}: give max_tokens <= {room}",
+                f"{self.bounds.context}: give max_tokens <= {room}",
             )
 
     def _check_stops(self, stops: Stops) -> None:
@@ -222,20 +223,20 @@ class Front:
             raise BadField("stop", "needs text, and this front end has none")
         if len(stops.strings) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops.strings):
             raise BadField("stop", f"takes up to {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters")
-        if any(not 0 <= i < self.limits.vocab_size for i in stops.ids):
-            raise BadField("stop_token_ids", f"must be 0 to {self.limits.vocab_size - 1}")
+        if any(not 0 <= i < self.bounds.vocab_size for i in stops.ids):
+            raise BadField("stop_token_ids", f"must be 0 to {self.bounds.vocab_size - 1}")
 
     def _admit(self, asks: int, tokens: int) -> None:
         if self.closed is not None:
             raise Closed(self.closed)
-        if asks > self.limits.max_waiting:
-            raise BadField("n", f"makes {asks} completions, more than may wait ({self.limits.max_waiting})")
-        if tokens > self.limits.max_prompt_tokens:
-            raise BadField("prompt", f"holds {tokens} tokens, more than may be open ({self.limits.max_prompt_tokens})")
-        if self.waiting + asks > self.limits.max_waiting:
-            raise Busy(f"{self.waiting} completions wait, {self.limits.max_waiting} may")
-        if self.prompt_tokens + tokens > self.limits.max_prompt_tokens:
-            raise Busy(f"open prompts hold {self.prompt_tokens} tokens, {self.limits.max_prompt_tokens} may be open")
+        if asks > self.bounds.max_waiting:
+            raise BadField("n", f"makes {asks} completions, more than may wait ({self.bounds.max_waiting})")
+        if tokens > self.bounds.max_prompt_tokens:
+            raise BadField("prompt", f"holds {tokens} tokens, more than may be open ({self.bounds.max_prompt_tokens})")
+        if self.waiting + asks > self.bounds.max_waiting:
+            raise Busy(f"{self.waiting} completions wait, {self.bounds.max_waiting} may")
+        if self.prompt_tokens + tokens > self.bounds.max_prompt_tokens:
+            raise Busy(f"open prompts hold {self.prompt_tokens} tokens, {self.bounds.max_prompt_tokens} may be open")
 
     @staticmethod
     def _limit(sampling: Sampling, limit: int | None) -> int:
@@ -325,7 +326,7 @@ class Front:
 
     def fail(self, message: str) -> None:
         """The engine is gone: every open completion ends with an error."""
-        self.closed = message
+        self.closed, self.failed = message, True
         for part in list(self._open.values()):
             self._finish(part, Finish(part.handle, "error", message=message))
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -47,9 +48,9 @@ class Text:
         self._marked.encode_special_tokens = False
         self._config = config
         self._bytes = _token_bytes(tokenizer)
-        self._template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
-            config.get("chat_template", CHAT_TEMPLATE)
-        )
+        template = config.get("chat_template")
+        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._template = None if template is None else sandbox.from_string(template)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Text":
@@ -120,19 +121,27 @@ class Text:
         return [self._plain.id_to_token(i) for i in range(self.vocab_size)]
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation by the folder's chat template. Special tokens inside a message's content stay text."""
+        """Ids of a conversation by the folder's chat template. Special tokens inside a message's content stay text.
+
+        Raises ValueError without a template, for a message that is none, and where the template refuses.
+        """
+        if self._template is None:
+            raise ValueError("messages need a chat_template in the checkpoint's tokenizer_config.json, which has none")
         marks = {}
         for i, m in enumerate(messages):
             if m.get("role") not in ROLES or not isinstance(m.get("content"), str):
                 raise ValueError(f"messages[{i}] needs a role of {', '.join(ROLES)} and a content of text, got {m!r}")
             marks[f"\ue001{i}\ue002"] = m["content"]  # a private-use mark: content joins once special tokens are read
         safe = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-        rendered = self._template.render(
-            messages=safe,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self._config["bos_token"],
-            eos_token=self._config["eos_token"],
-        )
+        try:
+            rendered = self._template.render(
+                messages=safe,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self._config["bos_token"],
+                eos_token=self._config["eos_token"],
+            )
+        except (TemplateError, TypeError, ArithmeticError, LookupError) as error:  # what a template can do wrong
+            raise ValueError(f"messages: the chat template fails: {type(error).__name__} {error}") from None
         ids: list[int] = []
         for mark, content in marks.items():
             before, found, after = rendered.partition(mark)

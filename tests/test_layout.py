@@ -32,7 +32,7 @@ BELOW_SCRIPTS = tuple(p for p in PACKAGES if p != "scripts")
 ANYWHERE = {"torch", "numpy"}
 HOMES = {  # third-party import name -> the folders ("x/") and files it may be imported in
     "einops": ("model/", "kernels/"),
-    "fastapi": ("serve/api.py",),
+    "fastapi": ("serve/api/",),
     "httpx": ("serve/load/client.py",),
     "hydra": ("scripts/",),
     "jinja2": ("serve/text.py",),
@@ -44,9 +44,10 @@ HOMES = {  # third-party import name -> the folders ("x/") and files it may be i
     "prometheus_client": ("serve/metrics.py",),
     "rich": ("scripts/",),
     "safetensors": ("model/shards.py",),
+    "starlette": ("serve/api/",),  # what FastAPI is made of
     "tokenizers": ("serve/text.py",),
     "triton": ("kernels/triton/",),
-    "uvicorn": ("serve/api.py",),
+    "uvicorn": ("serve/api/",),
     "wandb": ("scripts/",),
     "xxhash": ("serve/pages.py",),
     "zmq": ("serve/wire.py",),

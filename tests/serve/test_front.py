@@ -1,4 +1,4 @@
-"""The front end against an engine that answers known text: handles, stops, n, limits, aborts, failure."""
+"""The front end against an engine that answers known text: handles, stops, n, bounds, aborts, failure."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripts.bytetext import ByteText
-from serve.front import BadField, Busy, Closed, Front, Limits
+from serve.front import BadField, Bounds, Busy, Closed, Front
 from serve.mailbox import Mailbox
 from serve.pages import chain
 from serve.request import Sampling
@@ -16,14 +16,14 @@ from serve.writer import Stops
 from tests.fake import FakeEngine, babble, logprob, script
 
 TEXT = ByteText(512, 0, 1)
-LIMITS = Limits(vocab_size=512, context=256, page_size=4, max_waiting=8, max_prompt_tokens=400)
+BOUNDS = Bounds(vocab_size=512, context=256, page_size=4, max_waiting=8, max_prompt_tokens=400)
 
 
 @asynccontextmanager
-async def serving(answer="Hello, world. ", limits=LIMITS, **engine):
+async def serving(answer="Hello, world. ", bounds=BOUNDS, **engine):
     """A front end and a running engine of one event loop; at the end nothing may be left open."""
     clock = count()
-    front = Front(limits, lambda: float(next(clock)), TEXT.stream)
+    front = Front(bounds, lambda: float(next(clock)), TEXT.stream)
     mailbox = Mailbox(front.deliver)
     front.connect(mailbox.send)
     fake = FakeEngine(mailbox, script(answer, TEXT.encode) if isinstance(answer, str) else answer, **engine)
