@@ -111,9 +111,30 @@ def apply(
 
     Writes the layer's window ring, and global rows if it is a source.
     """
-    k = rt.kernels
+    key = publish_keys(cfg, rt, layout, kind, p, x, at, batch, view, cache)
+    return read(cfg, rt, layout, kind, p, x, key, view.window, view.ring_rows, at, batch, view, cache, carry)
+
+
+def publish_keys(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: AttentionParams, x: Tensor,
+    at: Address, batch: Batch, view: View, cache: Cache,
+) -> Tensor:  # fmt: skip
+    """Window keys [N, hd] of rows x [N, D]; writes their global rows if the layer is a source."""
     if kind.ratio:
         publish(cfg, rt, layout, kind, p, x, at, batch, view, cache)
+    return window_key(cfg, rt, p, x, view.compress_rope if kind.reads else view.window_rope)
+
+
+def read(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: AttentionParams, x: Tensor, key: Tensor,
+    window: Tensor, ring_rows: Tensor, at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output [M, D], topk_idxs, candidate blocks of query rows x [M, D], described by ``batch`` and ``view``.
+
+    ``window`` [M, W] are entries into the step's ``key`` [N, hd], of M rows or more, and the ring; writes the keys to
+    ``ring_rows`` [N] once the older ones are read.
+    """
+    k = rt.kernels
     qr = quant_linear(x, p.wq_a.weight, p.wq_a.scale, rt.qat, backend=k.quant_linear)
     qr = rms_norm(qr, p.q_norm, cfg.rms_norm_eps, backend=k.rms_norm)
     topk_idxs, blocks = carry.topk_idxs, carry.blocks
@@ -124,9 +145,8 @@ def apply(
         picked = latent_slots(batch.page_tables[batch.seqs], topk_idxs.clamp(min=0), at.planes[4])
         slots = torch.where(topk_idxs >= 0, picked, -1)
     rope = view.compress_rope if kind.reads else view.window_rope
-    key = window_key(cfg, rt, p, x, rope)
-    out = attend(cfg, rt, layout, p, qr, key, rope, view.window, slots, at, cache)
-    store_window(cache.rings, view.ring_rows + at.ring, key, rt.qat, backend=k.store_window)
+    out = attend(cfg, rt, layout, p, qr, key, rope, window, slots, at, cache)
+    store_window(cache.rings, ring_rows + at.ring, key, rt.qat, backend=k.store_window)
     return out, topk_idxs, blocks
 
 
@@ -140,7 +160,7 @@ def attend(
     cfg: ModelConfig, rt: Runtime, layout: Layout, p: AttentionParams, qr: Tensor, key: Tensor,
     rope: tuple[Tensor, Tensor], window: Tensor, slots: Tensor | None, at: Address, cache: Cache,
 ) -> Tensor:  # fmt: skip
-    """Queries of qr [N, q_lora] over ``window`` entries and cache ``slots``; output projection to [N, D].
+    """Queries of qr [M, q_lora] over ``window`` entries and cache ``slots``; output projection to [M, D].
 
     Rows of this step come from ``key`` [N, hd], older ones from the ring, which must not hold this step's yet.
     """

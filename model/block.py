@@ -62,6 +62,19 @@ def expert_half(
     return mhc_post(f, x, mixed.post, mixed.mixing, backend=rt.kernels.mhc_post)
 
 
+def narrow_half(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, norm: Tensor, p: attention.AttentionParams,
+    mixed: mhc.Mixed, key: Tensor, window: Tensor, ring_rows: Tensor, at: Address, batch: Batch, view: View,
+    cache: Cache, carry: Carry,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `attention_half` for some rows of the step, which see window keys [N, hd] of all its rows."""
+    u = collapsed(cfg, rt, norm, carry.pre, carry.x)
+    o, topk_idxs, blocks = attention.read(
+        cfg, rt, layout, kind, p, u, key, window, ring_rows, at, batch, view, cache, carry
+    )
+    return mhc_post(o, carry.x, mixed.post, mixed.mixing, backend=rt.kernels.mhc_post), topk_idxs, blocks
+
+
 def apply(
     jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams,
     at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
@@ -70,14 +83,49 @@ def apply(
 
     The attention input is collapsed with the previous layer's pre-mix (spec section 4).
     """
-    mix = jit(mhc.mix, cfg, rt)
-    first = mix(p.hc_attn, carry.x)
+    first = jit(mhc.mix, cfg, rt)(p.hc_attn, carry.x)
     attend = jit(attention_half, cfg, rt, layout, kind)
     x, topk_idxs, blocks = attend(p.attn_norm, p.attn, first, at, batch, view, cache, carry)
-    second = mix(p.hc_ffn, x)
-    think = jit(expert_half, cfg, rt, cfg.num_experts_per_tok, cfg.n_routed_experts)
-    x = think(p.ffn_norm, p.ffn, first.pre, second, x, view.valid, cache.load, at.layer)
+    return think(jit, cfg, rt, p, first, x, topk_idxs, blocks, at, view, cache)
+
+
+def narrow(
+    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams, at: Address,
+    batch: Batch, view: View, cache: Cache, carry: Carry, rows: Tensor, kept: tuple[Batch, View, Carry],
+) -> Carry:  # fmt: skip
+    """A layer whose keys are made of all rows of the step, its outputs of ``rows`` only (spec 13.3, exact form).
+
+    ``kept`` describes these; each sees the whole window that it would see in `apply`.
+    """
+    keys = jit(block_keys, cfg, rt, layout, kind)
+    key = keys(p.attn_norm, p.attn, at, batch, view, cache, carry)
+    late, sees, carry = kept
+    first = jit(mhc.mix, cfg, rt)(p.hc_attn, carry.x)
+    attend = jit(narrow_half, cfg, rt, layout, kind)
+    x, topk_idxs, blocks = attend(
+        p.attn_norm, p.attn, first, key, view.window[rows], view.ring_rows, at, late, sees, cache, carry
+    )
+    return think(jit, cfg, rt, p, first, x, topk_idxs, blocks, at, sees, cache)
+
+
+def think(
+    jit: Callable, cfg: ModelConfig, rt: Runtime, p: BlockParams, first: mhc.Mixed, x: Tensor, topk_idxs: Tensor,
+    blocks: Tensor, at: Address, view: View, cache: Cache,
+) -> Carry:  # fmt: skip
+    """The second half of a layer: experts on the streams x [N, C, D] that attention gave."""
+    second = jit(mhc.mix, cfg, rt)(p.hc_ffn, x)
+    experts = jit(expert_half, cfg, rt, cfg.num_experts_per_tok, cfg.n_routed_experts)
+    x = experts(p.ffn_norm, p.ffn, first.pre, second, x, view.valid, cache.load, at.layer)
     return Carry(x=x, pre=second.pre, topk_idxs=topk_idxs, blocks=blocks)
+
+
+def block_keys(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, norm: Tensor, p: attention.AttentionParams,
+    at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
+) -> Tensor:  # fmt: skip
+    """A layer's window keys [N, hd] of every row; writes the global rows of a source."""
+    u = collapsed(cfg, rt, norm, carry.pre, carry.x)
+    return attention.publish_keys(cfg, rt, layout, kind, p, u, at, batch, view, cache)
 
 
 def publish(

@@ -142,3 +142,9 @@ class Layout:
             tokens=new((slots * self.token_depth,), torch.int64),
             load=new((cfg.num_rings, experts + 1), torch.int64),
         )
+
+    def copy_slot(self, cache: Cache, source: int, target: int) -> None:
+        """Copy all of a sequence that is not in pages: window rings, compressor tails, last tokens."""
+        ring = self.slot_rings * (self.ring_row_bytes(cache.rings.dtype) if self.packed else 1)
+        for pool, size in ((cache.rings, ring), (cache.tails, self.slot_tails), (cache.tokens, self.token_depth)):
+            pool[target * size : (target + 1) * size] = pool[source * size : (source + 1) * size]

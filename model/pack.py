@@ -1,4 +1,7 @@
-"""Packing: from what each sequence does in a step to the integer tensors of a `Batch`. Host work, numpy only."""
+"""Packing: from what each sequence does in a step to the integer tensors of a `Batch`. Host work, numpy only.
+
+A few sequences are written as spans; an engine has them as arrays.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,58 +32,93 @@ class Span:
     floor: int = 0
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The same for all sequences of a step as arrays: B sequences, N tokens one sequence after another, P pages."""
+
+    tokens: np.ndarray  # [N]
+    starts: np.ndarray  # [B]
+    counts: np.ndarray  # [B] tokens of each, >= 1
+    slots: np.ndarray  # [B]
+    write_from: np.ndarray  # [B]
+    floors: np.ndarray  # [B]
+    tables: np.ndarray  # [B, P] pages
+
+
 def pack(spans: Sequence[Span], page_size: int, least: int = ROW_MULTIPLE, device: torch.device | str = "cpu") -> Batch:
     """One step's batch. Rows keep the order of ``spans``; row 0 is the first span's first token.
 
     Rows are padded to a multiple of 8, ``least`` or more; sequence 0, slot 0, page 0 are scratch. Raises ValueError for
     an empty span or one that its pages cannot hold.
     """
-    lengths = [len(s.tokens) for s in spans]
-    for s, n in zip(spans, lengths, strict=True):
-        if n == 0:
+    for s in spans:
+        if len(s.tokens) == 0:
             raise ValueError(f"the span of slot {s.slot} at {s.start} has no tokens")
-        if len(s.pages) * page_size < s.start + n:
-            raise ValueError(f"{s.start + n} tokens do not fit {len(s.pages)} pages of {page_size}")
-    total = sum(lengths)
-    rows = -(-max(total, least) // ROW_MULTIPLE) * ROW_MULTIPLE
-    width = max(2, *(len(s.pages) for s in spans)) if spans else 2
-    token = np.zeros(rows, np.int64)
-    position, seq = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
-    slot_mapping, floor = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-    per_seq = np.zeros((4, len(spans) + 1), np.int64)  # slots, starts, ends, first rows
-    tables = np.zeros((len(spans) + 1, width), np.int64)
-    at = 0
-    for i, (s, n) in enumerate(zip(spans, lengths, strict=True), start=1):
-        where = slice(at, at + n)
-        pos = np.arange(s.start, s.start + n)
+        if len(s.pages) * page_size < s.start + len(s.tokens):
+            raise ValueError(f"{s.start + len(s.tokens)} tokens do not fit {len(s.pages)} pages of {page_size}")
+    whole = lambda values: np.array(values, np.int64)  # noqa: E731
+    tables = np.zeros((len(spans), max((len(s.pages) for s in spans), default=0)), np.int64)
+    for i, s in enumerate(spans):
         tables[i, : len(s.pages)] = s.pages
-        token[where], position[where], seq[where], floor[where] = s.tokens, pos, i, s.floor
-        slot = tables[i, pos // page_size] * page_size + pos % page_size
-        slot_mapping[where] = np.where(pos >= s.write_from, slot, 0)
-        per_seq[:, i] = s.slot, s.start, s.start + n, at
-        at += n
-    tiles = _tiles(lengths, rows)
-    arrays = (token, position, seq, slot_mapping, floor, *per_seq, tables, *tiles)
+    rows = Rows(
+        tokens=np.concatenate([whole([]), *(s.tokens for s in spans)]),
+        starts=whole([s.start for s in spans]),
+        counts=whole([len(s.tokens) for s in spans]),
+        slots=whole([s.slot for s in spans]),
+        write_from=whole([s.write_from for s in spans]),
+        floors=whole([s.floor for s in spans]),
+        tables=tables,
+    )
+    return pack_rows(rows, page_size, least, device)
+
+
+def pack_rows(rows: Rows, page_size: int, least: int = ROW_MULTIPLE, device: torch.device | str = "cpu") -> Batch:
+    """As `pack`, of sequences that are arrays already: a few array operations whatever their number."""
+    total, count = len(rows.tokens), len(rows.counts)
+    padded = -(-max(total, least) // ROW_MULTIPLE) * ROW_MULTIPLE
+    ends, first = rows.starts + rows.counts, np.cumsum(rows.counts) - rows.counts
+    seq = np.repeat(np.arange(count), rows.counts)
+    pos = np.arange(total) - first[seq] + rows.starts[seq]
+    tables = np.zeros((count + 1, max(2, rows.tables.shape[1])), np.int64)
+    tables[1:, : rows.tables.shape[1]] = rows.tables
+    slot = tables[1 + seq, pos // page_size] * page_size + pos % page_size
+
+    def per_row(values: np.ndarray, fill: int = 0) -> np.ndarray:
+        out = np.full(padded, fill, np.int64)
+        out[:total] = values
+        return out
+
+    per_seq = np.zeros((4, count + 1), np.int64)
+    per_seq[:, 1:] = rows.slots, rows.starts, ends, first
+    arrays = (
+        per_row(rows.tokens),
+        per_row(pos, -1),
+        per_row(seq + 1),
+        per_row(np.where(pos >= rows.write_from[seq], slot, 0)),
+        per_row(rows.floors[seq]),
+        *per_seq,
+        tables,
+        *_tiles(rows.counts, first, padded),
+    )
     return Batch(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays))
 
 
-def _tiles(lengths: Sequence[int], rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tiles(counts: np.ndarray, first: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tiles [T, R] of rows of one sequence (-1 none, the last tile empty), each row's place, each tile's sequence."""
-    height = max(2, min(TILE_ROWS, max(lengths, default=1)))
-    starts = np.cumsum([0, *lengths])
-    pieces = [
-        (i, begin, min(begin + height, starts[i + 1]))
-        for i, n in enumerate(lengths)
-        for begin in range(starts[i], starts[i] + n, height)
-    ]
-    tiles = np.full((len(pieces) + 1, height), -1, np.int64)
-    tile_of = np.full(rows, len(pieces) * height, np.int64)
-    seqs = np.zeros(len(pieces) + 1, np.int64)
-    for t, (i, begin, end) in enumerate(pieces):
-        tiles[t, : end - begin] = np.arange(begin, end)
-        tile_of[begin:end] = t * height + np.arange(end - begin)
-        seqs[t] = i + 1
-    return tiles, tile_of, seqs
+    height = max(2, min(TILE_ROWS, int(counts.max(initial=1))))
+    per_seq = -(-counts // height)
+    tiles, total = int(per_seq.sum()), int(counts.sum())
+    owner = np.repeat(np.arange(len(counts)), per_seq)
+    number = np.arange(tiles) - (np.cumsum(per_seq) - per_seq)[owner]  # of the tile within its sequence
+    inside = number[:, None] * height + np.arange(height)
+    table = np.full((tiles + 1, height), -1, np.int64)
+    table[:-1] = np.where(inside < counts[owner][:, None], first[owner][:, None] + inside, -1)
+    tile_of = np.full(rows, tiles * height, np.int64)
+    place = np.flatnonzero(table >= 0)
+    tile_of[:total] = place
+    seqs = np.zeros(tiles + 1, np.int64)
+    seqs[:-1] = owner + 1
+    return table, tile_of, seqs
 
 
 def last_rows(spans: Sequence[Span]) -> torch.Tensor:

@@ -73,12 +73,14 @@ class Model:
 class Trim:
     """Layers from ``layer`` on run only on ``rows`` [M] of the step, described by ``batch`` (bounded replay, spec 13).
 
-    A source layer at ``layer`` still writes its global rows for every row first.
+    A source layer at ``layer`` still writes its global rows for every row first. With ``whole_windows`` the kept rows
+    see at ``layer`` the keys of all rows (13.3, exact relative to a cut one layer later); else only each other.
     """
 
     layer: int
     rows: Tensor
     batch: Batch
+    whole_windows: bool = False
 
 
 def begin(
@@ -122,12 +124,26 @@ def take(carry: Carry, rows: Tensor) -> Carry:
     return Carry(x=carry.x[rows], pre=carry.pre[rows], topk_idxs=carry.topk_idxs[rows], blocks=carry.blocks[rows])
 
 
-def layer_step(m: Model, i: int, batch: Batch, view: View, cache: Cache, carry: Carry, publish: bool = True) -> Carry:
-    """Block ``i`` on the carry. ``publish=False``: its global rows are already written."""
-    kind = m.cfg.kind(i)
-    kind = kind if publish else replace(kind, ratio=0)
+def layer_step(m: Model, i: int, batch: Batch, view: View, cache: Cache, carry: Carry) -> Carry:
+    """Block ``i`` on the carry."""
     p, at = m.params.layers[i].block, m.addresses[i]
-    return block.apply(m.jit, m.cfg, m.rt, m.layout, kind, p, at, batch, view, cache, carry)
+    return block.apply(m.jit, m.cfg, m.rt, m.layout, m.cfg.kind(i), p, at, batch, view, cache, carry)
+
+
+def cut_step(
+    m: Model, i: int, batch: Batch, view: View, cache: Cache, carry: Carry, trim: Trim, late: View, kept: Carry
+) -> Carry:
+    """Block ``i`` where a trim begins: its global rows of every row of the step, all else of the ``kept`` rows."""
+    p, at, kind = m.params.layers[i].block, m.addresses[i], m.cfg.kind(i)
+    if trim.whole_windows:
+        return block.narrow(
+            m.jit, m.cfg, m.rt, m.layout, kind, p, at, batch, view, cache, carry, trim.rows, (trim.batch, late, kept)
+        )
+    if kind.ratio:
+        write = m.jit(block.publish, m.cfg, m.rt, m.layout, kind)
+        write(p.attn_norm, p.attn, at, batch, view, cache, carry)
+    kind = replace(kind, ratio=0)  # written
+    return block.apply(m.jit, m.cfg, m.rt, m.layout, kind, p, at, trim.batch, late, cache, kept)
 
 
 def engram_step(m: Model, i: int, view: View, carry: Carry) -> Carry:
@@ -149,20 +165,20 @@ def forward(
     the drafter's taps, each [rows of the last layers, D]; with a drafter, its context rows are in the rings too.
     """
     view, carry = m.jit(begin, m.cfg, m.rt, m.layout)(m.params.embed, m.consts, batch, cache)
-    taps, publish = [], True
+    taps: list[Tensor] = []
     for i in range(m.cfg.num_hidden_layers):
         carry = engram_step(m, i, view, carry)
-        if trim is not None and i == trim.layer:
-            if m.cfg.kind(i).ratio:
-                p, write = m.params.layers[i].block, m.jit(block.publish, m.cfg, m.rt, m.layout, m.cfg.kind(i))
-                write(p.attn_norm, p.attn, m.addresses[i], batch, view, cache, carry)
-                publish = False
-            carry, batch, taps = take(carry, trim.rows), trim.batch, [t[trim.rows] for t in taps]
-            view = m.jit(look, m.cfg, m.layout)(m.consts, batch, cache)
+        cut = trim is not None and i == trim.layer
+        if cut:
+            taps = [t[trim.rows] for t in taps]
+            late, kept = m.jit(look, m.cfg, m.layout)(m.consts, trim.batch, cache), take(carry, trim.rows)
         if i in m.cfg.dspark_target_layer_ids:
-            taps.append(m.jit(tap)(carry.x))
-        carry = layer_step(m, i, batch, view, cache, carry, publish)
-        publish = True
+            taps.append(m.jit(tap)(kept.x if cut else carry.x))
+        if not cut:
+            carry = layer_step(m, i, batch, view, cache, carry)
+            continue
+        carry = cut_step(m, i, batch, view, cache, carry, trim, late, kept)
+        batch, view = trim.batch, late
     out = m.jit(finish, m.cfg, m.rt)(m.params.norm, m.params.head, carry, rows)
     if m.params.mtp:
         absorb = m.jit(dspark.absorb, m.cfg, m.rt)

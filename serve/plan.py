@@ -11,12 +11,14 @@ from serve.table import Table
 
 @dataclass(frozen=True)
 class Prefill:
-    """Tokens [start, start + count) of a sequence that is catching up; the last stretch draws its first token."""
+    """Tokens [start, start + count) of a sequence that is catching up; the last stretch draws its first token.
+    ``told``: prompt positions before it whose log-probabilities went out already."""
 
     sequence: Sequence
     start: int
     count: int
     last: bool
+    told: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,8 @@ class Drawn:
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # handle ->
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     device_s: float = 0.0
+
+    @staticmethod
+    def empty() -> "Drawn":
+        """Of a step whose sequences all ended before it was launched."""
+        return Drawn(np.zeros((0, 1), np.int64), np.zeros(0, np.int64))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from model import dspark, transformer
 from model.batch import Batch
 from model.dspark import Draft, DraftBatch
-from model.pack import ROW_MULTIPLE, Span, pack
+from model.pack import ROW_MULTIPLE, Rows, Span, pack, pack_rows
 from model.transformer import Model, Trim
 
 
@@ -50,10 +50,27 @@ def compiled(model: Model) -> bool:
     return any(backend != "reference" for backend in model.rt.kernels.names().values())
 
 
+def trim_layer(model: Model, prefill: str) -> int:
+    """The layer from which on prefill keeps each prompt's last window only (serve/windows.py; spec section 13).
+
+    Raises ValueError where a layer past it needs every row.
+    """
+    cfg = model.cfg
+    if prefill == "full":
+        return cfg.num_hidden_layers
+    layer = cfg.last_source + (prefill == "decoder_replay")
+    late = [i for i in cfg.engram_layer_ids if i > layer]
+    if layer >= cfg.num_hidden_layers or late:
+        why = f"Engram layers {late} need every token" if late else f"no layer follows source {cfg.last_source}"
+        raise ValueError(f"serve.prefill={prefill} is not possible with this model: {why}; use serve.prefill=full")
+    return layer
+
+
 class Runner:
     """Runs steps of ``model`` on a cache of ``pages`` pages and ``slots`` sequences (number 0 of both is scratch)."""
 
-    def __init__(self, model: Model, pages: int, slots: int, device: torch.device | str = "cpu"):
+    def __init__(self, model: Model, pages: int, slots: int, device: torch.device | str = "cpu", prefill: str = "full"):
+        self.prefill, self.trim_layer = prefill, trim_layer(model, prefill)
         self.model = replace(model, jit=compiler(model.rt.compile_options)) if compiled(model) else model
         self.device = device
         self.pages, self.slots = pages, slots
@@ -94,6 +111,24 @@ class Runner:
         padded = F.pad(rows, (0, max(-len(rows) % ROW_MULTIPLE, self.model.rt.least_rows - len(rows))))
         logits, taps = transformer.forward(self.model, self.cache, batch, padded, trim)
         return logits[: len(rows)], taps
+
+    @torch.no_grad()
+    def run(self, rows: Rows, wanted: np.ndarray, kept: np.ndarray | None = None, late: Rows | None = None) -> Tensor:
+        """Logits [M, V] of the ``wanted`` rows [M]. With ``late`` the layers past the trim run only on the rows
+        numbered ``kept``, which it describes, and ``wanted`` counts these."""
+        batch, trim = self._pack(rows), None
+        if late is not None:
+            short = self._pack(late)
+            index = F.pad(torch.from_numpy(kept), (0, len(short.tokens) - len(kept))).to(self.device)
+            trim = Trim(self.trim_layer, index, short, self.prefill == "layer20_replay")
+        count = len(wanted)
+        padded = np.zeros(max(-(-count // ROW_MULTIPLE) * ROW_MULTIPLE, self.model.rt.least_rows), np.int64)
+        padded[:count] = wanted
+        logits, _ = transformer.forward(self.model, self.cache, batch, torch.from_numpy(padded).to(self.device), trim)
+        return logits[:count]
+
+    def _pack(self, rows: Rows) -> Batch:
+        return pack_rows(rows, self.model.layout.page_size, self.model.rt.least_rows, self.device)
 
     @torch.no_grad()
     def draft(self, batch: DraftBatch) -> Draft:

@@ -201,7 +201,7 @@ class Scheduler:
             return 0
         self._promised -= missing - self._missing(sequence)
         last = count == left
-        prefills.append(Prefill(sequence, sequence.planned, count, last))
+        prefills.append(Prefill(sequence, sequence.planned, count, last, sequence.told))
         sequence.planned += count
         if last:
             self._prefilling.remove(sequence)
@@ -279,6 +279,7 @@ class Scheduler:
         for i, p in enumerate(plan.prefills, start=len(plan.decode)):
             if live[i]:
                 t.computed[p.sequence.slot] = p.start + p.count
+                p.sequence.told = max(p.sequence.told, p.start + p.count)
         rows = live & (counts > 0)
         if not rows.all():
             slots, counts, tokens = slots[rows], counts[rows], tokens[rows]

@@ -21,6 +21,7 @@ class Sequence:
     epoch: int = 0
     planned: int = 0  # prompt tokens scheduled, computed or in flight
     target: int = 0  # tokens the prefill must reach
+    told: int = 0  # prompt positions whose log-probabilities went out
     cached: int = 0
     replayed: int = 0
     names: list[bytes] = field(default_factory=list)

@@ -1,0 +1,55 @@
+"""From settings to an engine: the policy's file, limits of model and cache, and the loop over real ports."""
+
+import importlib
+import time
+from collections.abc import Callable
+from functools import partial
+
+from model.transformer import Model
+from scripts.build import Settings, build_device, build_model
+from scripts.bytetext import ByteText
+from serve.engine import Engine, Mail
+from serve.launch import StepRunner
+from serve.limits import Limits, Policy, Serve
+from serve.runner import Runner
+from serve.scheduler import Scheduler
+from serve.text import Text
+
+
+def build_policy(policy: Policy) -> Callable:
+    """The `key` of serve/policies/NAME.py with the YAML's options. Raises ValueError if there is none."""
+    name = f"serve.policies.{policy.name}"
+    try:
+        key = importlib.import_module(name).key
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(
+            f"serve.policy.name={policy.name}: serve/policies/{policy.name}.py must be there and define `key` ({error})"
+        ) from None
+    return partial(key, **policy.options)
+
+
+def limits(serve: Serve, model: Model, speculate: bool) -> Limits:
+    """What model and settings allow. Raises ValueError for a block longer than the drafter's, or no drafter."""
+    cfg, block = model.cfg, serve.speculation.block
+    if speculate and not model.params.mtp:
+        raise ValueError("speculate=true needs a drafter; this model has none (num_nextn_predict_layers is 0)")
+    if block is not None and block > cfg.dspark_block_size:
+        raise ValueError(f"serve.speculation.block must be <= the drafter's {cfg.dspark_block_size}, got {block}")
+    drafts = (block or cfg.dspark_block_size) if speculate else 0
+    context = min(cfg.max_position_embeddings, serve.pages * serve.page_size)
+    return Limits(serve, context, cfg.sliding_window, cfg.num_hidden_layers, drafts)
+
+
+def engine_of(model: Model, serve: Serve, speculate: bool, mail: Mail, device: str = "cpu") -> Engine:
+    """An engine of a model that is there, with a cache of its own."""
+    bounds = limits(serve, model, speculate)
+    scheduler = Scheduler(bounds, build_policy(serve.policy))
+    retained = serve.retained if serve.window == "retain" else 0
+    runner = Runner(model, serve.pages + 1, serve.max_batch + 1 + retained, device, serve.prefill)
+    return Engine(scheduler, StepRunner(runner, serve, time.perf_counter), mail, time.perf_counter)
+
+
+def build_engine(s: Settings, mail: Mail) -> tuple[Engine, Text | ByteText]:
+    """The engine of the settings, and its tokenizer."""
+    model, text = build_model(s)
+    return engine_of(model, s.serve, s.speculate, mail, build_device(s)), text

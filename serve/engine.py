@@ -1,0 +1,94 @@
+"""The engine: one loop over ports. What it runs on (a real runner or a modelled one, this machine's time or virtual
+time) is the ports' affair."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from serve.plan import Drawn, Plan
+from serve.request import Abort, Ask, Outputs
+from serve.scheduler import Scheduler
+
+
+class Mail(Protocol):
+    """The front end's side: serve/mailbox.py in one process, serve/wire.py between two."""
+
+    def take(self) -> list[Ask | Abort]: ...
+
+    async def wait(self) -> None: ...
+
+    def put(self, outputs: Outputs) -> None: ...
+
+
+class Device(Protocol):
+    """The runner port: serve/launch.py."""
+
+    def launch(self, plan: Plan) -> Any: ...
+
+    async def collect(self, ticket: Any) -> Drawn: ...
+
+
+class Engine:
+    """With ``serve.overlap`` a step is planned while the one before it runs; tokens are the same. ``now``: the clock's
+    seconds."""
+
+    def __init__(self, scheduler: Scheduler, device: Device, mail: Mail, now: Callable[[], float]):
+        self.scheduler, self.device, self.mail, self.now = scheduler, device, mail, now
+        self.overlap = bool(scheduler.serve.overlap)
+        self.sums = dict.fromkeys(("steps", "tokens", "drafted", "accepted", "device_seconds", "host_seconds"), 0)
+        self._next: Plan | None = None
+        self._stopping = False
+
+    async def run(self, pause: Callable) -> None:
+        """Take steps while there is work, wait for mail when there is none, until `stop`. ``pause`` is awaited between
+        steps, so that whoever shares the event loop gets a turn."""
+        while not self._stopping:
+            if self.scheduler.idle and self._next is None:
+                await self.mail.wait()
+            await self.step()
+            await pause()
+
+    def stop(self) -> None:
+        """Leave `run` after the step under way; what waits is not answered."""
+        self._stopping = True
+
+    async def step(self) -> None:
+        """One turn of the loop: mail in, one step on the device, mail out."""
+        begin = self.now()
+        self.scheduler.add(self.mail.take())
+        plan = self._next or self.scheduler.plan()  # who, how many tokens, which pages
+        self._next = None
+        if plan is None:
+            self._tell(self.scheduler.flush())
+            return
+        plan = self.scheduler.settle(plan)
+        ticket = self.device.launch(plan) if len(plan) else Drawn.empty()
+        if self.overlap:
+            self._next = self.scheduler.plan()
+        drawn = await self.device.collect(ticket)  # the one wait
+        outputs = self.scheduler.update(plan, drawn)
+        self._measure(drawn, outputs, self.now() - begin)
+        self._tell(outputs)
+
+    def _tell(self, outputs: Outputs) -> None:
+        if len(outputs.handles) or outputs.finished or outputs.prompt_logprobs:
+            outputs.stats.update(self.stats())
+            self.mail.put(outputs)
+
+    def _measure(self, drawn: Drawn, outputs: Outputs, seconds: float) -> None:
+        took = {
+            "steps": 1,
+            "tokens": len(outputs.tokens),
+            "drafted": drawn.drafted,
+            "accepted": drawn.accepted,
+            "device_seconds": drawn.device_s,
+            "host_seconds": seconds - drawn.device_s,
+        }
+        for name, value in took.items():
+            self.sums[name] += value
+
+    def stats(self) -> dict[str, float]:
+        """Gauges, and counters since the start, whose names end with ``_total``."""
+        s = self.scheduler
+        gauges = {"running": len(s.running), "waiting": len(s.waiting), "pages_used": s.pages.used}
+        counters = {f"{name}_total": value for name, value in {**s.counts, **self.sums}.items()}
+        return {**gauges, "pages": s.pages.count - 1, **counters}
