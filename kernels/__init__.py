@@ -23,6 +23,9 @@ def choose(default: str = "reference", **overrides: str) -> Kernels:
     unknown = sorted(set(overrides) - set(OPS))
     if unknown:
         raise ValueError(f"unknown op {unknown[0]!r}; ops: {', '.join(sorted(OPS))}")
+    there = sorted(set().union(*(each.impls for each in OPS.values())))
+    if default not in there:
+        raise ValueError(f"kernels.default={default!r} is not available; backends: {', '.join(there)}")
     chosen = {name: overrides.get(name, default) for name in OPS}
     for name, backend in chosen.items():
         have = OPS[name].impls

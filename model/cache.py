@@ -102,6 +102,16 @@ class Layout:
     def slot_tails(self) -> int:
         return max(len(self.cfg.tail_sources), 1) * self.tail_depth
 
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """What one sequence has beside its pages: rings, tails, last tokens."""
+        tail = 2 * self.cfg.head_dim * torch.float32.itemsize
+        tokens = self.token_depth * torch.int64.itemsize
+        return self.slot_rings * self.ring_row_bytes(dtype) + self.slot_tails * tail + tokens
+
+    def cache_bytes(self, pages: int, slots: int, dtype: torch.dtype) -> int:
+        """All that `allocate` takes but the load counters."""
+        return pages * self.page_bytes(dtype) + slots * self.slot_bytes(dtype)
+
     def planes(self, source: int) -> list[int]:
         start = 0
         for s in self.cfg.kv_source_layer_ids:

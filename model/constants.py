@@ -32,17 +32,12 @@ def compress_freqs(cfg: ModelConfig) -> Tensor:
 
 
 def hashes(cfg: ModelConfig) -> tuple[HashConstants, ...]:
-    """Hash constants of each Engram layer. Raises ValueError where the tables' sizes do not follow from the config."""
+    """Hash constants of each Engram layer."""
     ngram, heads = cfg.engram_max_ngram_size, cfg.engram_n_heads
-    layers = engram_tables.primes(len(cfg.engram_layer_ids), cfg.engram_vocab_size, ngram, heads)
+    tables = engram_tables.primes(len(cfg.engram_layer_ids), cfg.engram_vocab_size, ngram, heads)
     out = []
-    for layer, rows, sizes in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, layers, strict=True):
+    for layer, sizes in zip(cfg.engram_layer_ids, tables, strict=True):
         table = torch.tensor(sizes, dtype=torch.int64)
-        if int(table.sum()) != rows:
-            raise ValueError(
-                f"engram_num_embeddings of layer {layer} must be {int(table.sum())} (sum of the primes from "
-                f"engram_vocab_size {cfg.engram_vocab_size}), got {rows}"
-            )
         offsets = table.flatten().cumsum(0) - table.flatten()
         factors = engram_tables.multipliers(layer, cfg.engram_compressed_vocab_size, ngram)
         out.append(HashConstants(torch.tensor(factors), table, offsets.view_as(table)))

@@ -101,6 +101,13 @@ def dense_dtype(spec: Spec, numerics: str) -> torch.dtype:
     return torch.float32 if numerics == "fp32" or spec.promote or spec.fmt == "f32" else torch.bfloat16
 
 
+def held_bytes(spec: Spec, numerics: str, weights: str) -> int:
+    """Bytes of a leaf in memory under ``weights`` (dense or packed), scales included."""
+    if spec.scale_shape is None or (weights == "dense" and not spec.rowwise):
+        return spec.numel * dense_dtype(spec, numerics).itemsize
+    return spec.numel // (2 if spec.fmt == "fp4" else 1) + math.prod(spec.scale_shape)
+
+
 def encode(spec: Spec, values: Tensor) -> tuple[Tensor, Tensor | None]:
     """fp32 values of a leaf, or of one expert of it -> (weight, scale) as stored; rounds to the released format."""
     if spec.fmt == "fp4":

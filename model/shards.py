@@ -54,12 +54,14 @@ class Shards:
         self.stack = contextlib.ExitStack()
         self.files: dict[str, Any] = {}  # file name -> open handle
         self.home: dict[str, str] = {}  # tensor -> file name
+        self.listed: dict[str, str] | None = None  # what the index says of `home`, where there is one
 
     def __enter__(self) -> "Shards":
         with contextlib.ExitStack() as guard:
             guard.push(self.stack)
             for name in self._file_names():
                 self._open(name)
+            self._check_index()
             guard.pop_all()
         return self
 
@@ -93,7 +95,22 @@ class Shards:
             if not (self.where / name).is_file():
                 lost = next(k for k, v in where.items() if v == name)
                 raise ValueError(f"{path}: names {name} (for {lost!r}), which is not there; fetch that file")
+        self.listed = where
         return names
+
+    def _check_index(self) -> None:
+        """The index and the headers say the same: no tensor that its file lacks, none that the index leaves out."""
+        if self.listed is None:
+            return
+        index, again = self.where / INDEX, "fetch the index and that file again, from one source"
+        for tensor, name in self.listed.items():
+            held = self.home.get(tensor)
+            if held != name:
+                where = "no file does" if held is None else f"{held} does"
+                raise ValueError(f"{index}: says that {name} holds tensor {tensor!r}, but {where}; {again}")
+        for tensor, name in self.home.items():
+            if tensor not in self.listed:
+                raise ValueError(f"{self.where / name}: holds tensor {tensor!r}, which {INDEX} does not list; {again}")
 
     def _open(self, name: str) -> None:
         path = self._folder() / name

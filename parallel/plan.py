@@ -101,11 +101,15 @@ class Plan:
 
 def parse(axes: Mapping[str, int], rules: Sequence[Sequence[Any]]) -> Plan:
     """A Plan from plain values: ``axes`` name -> size, ``rules`` a list of [glob, placement]."""
+    if not isinstance(axes, Mapping):
+        raise ValueError(f"parallel.axes must be a mapping of axis name -> size, got {axes!r}")
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
+        raise ValueError(f"parallel.rules must be a list of [path glob, placement], got {rules!r}")
     return Plan(tuple(axes.items()), tuple(_rule(r) for r in rules))
 
 
 def _rule(entry: Sequence[Any]) -> Rule:
-    if isinstance(entry, str) or len(entry) != 2 or not isinstance(entry[0], str):
+    if isinstance(entry, str) or not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[0], str):
         raise ValueError(f"parallel.rules: a rule is [path glob, placement], got {entry!r}")
     glob, placement = entry
     if placement == "replicate":

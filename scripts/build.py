@@ -3,12 +3,11 @@
 `build_settings` turns a composed config into checked, frozen values; the other functions take those.
 """
 
-import types
-import typing
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -17,22 +16,24 @@ from kernels import Kernels, choose
 from kernels.registry import OPS
 from model import checkpoint, engram_tables, transformer, tree
 from model.cache import Layout
-from model.config import QUANTIZATION, ModelConfig
+from model.config import FIXED, IGNORED_TEXT, QUANTIZATION, ModelConfig
 from model.constants import constants
 from model.runtime import Runtime
 from parallel import plan
 from parallel.plan import Plan
+from scripts import memory
 from scripts.bytetext import ByteText
+from scripts.mapping import at_least, from_mapping, known
 from scripts.tracking import Track
-from serve.limits import Policy, Serve, Speculation
+from serve.limits import Serve
 from serve.runner import Runner
 from serve.text import Text, normalise
 
 ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
 SHIPPED = ROOT / "model" / "checkpoints" / "tiny"
 RANDOM = "random"
 MAX_THREADS = 1024
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Evaluate:
     temperature: float
 
     def __post_init__(self):
-        for name in ("context", "stride", "batch", "prompts", "prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"evaluate.{name} must be >= 1, got {getattr(self, name)}")
+        at_least(1, self, ("context", "stride", "batch", "prompts", "prompt_tokens"), "evaluate.")
         if self.stride > self.context:
             raise ValueError(f"evaluate.stride must be <= evaluate.context {self.context}, got {self.stride}")
 
@@ -62,7 +61,6 @@ class Settings:
     parallel: Plan
     kernels: Kernels
     serve: Serve
-    evaluate: Evaluate
     track: Track
     checkpoint: str
     numerics: str
@@ -80,6 +78,7 @@ class Settings:
     speculate: bool
     golden: str | None
     eval: str
+    evaluate: Evaluate
     bench: str
     model_chosen: bool = False
 
@@ -87,12 +86,14 @@ class Settings:
         build_runtime(self)  # numerics, cache
         if self.weights not in checkpoint.WEIGHTS:
             raise ValueError(f"weights must be one of {checkpoint.WEIGHTS}, got {self.weights!r}")
-        if self.threads < 1:
-            raise ValueError(f"threads must be >= 1, got {self.threads}")
+        at_least(1, self, ("threads",))
         if self.threads > MAX_THREADS:
             raise ValueError(f"threads must be <= {MAX_THREADS}, got {self.threads}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit 64 bits, got {self.seed}")
+        for name in ("checkpoint", "golden"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty: give a folder, or leave {name}= out")
 
     @property
     def random(self) -> bool:
@@ -106,22 +107,42 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
     """Everything a script may use, from a composed config. ``overrides``: what the command line said, which tells a
     chosen model from the default one. Raises ValueError naming the key, its value and what would do."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-    model = build_model_config(values.pop("model", {}))
-    groups = {
+    known(values, [f.name for f in fields(Settings) if f.name != "model_chosen"], "")
+    model = build_model_config(take_group(values, "model"))
+    made = {
         "model": model,
-        "parallel": build_plan(values.pop("parallel", {}), model),
-        "kernels": build_kernels(values.pop("kernels", {})),
-        "serve": build_serve(values.pop("serve", {})),
-        "evaluate": from_mapping(Evaluate, values.pop("evaluate", {}), "evaluate."),
-        "track": from_mapping(Track, values.pop("track", {}), "track."),
+        "parallel": build_plan(take_group(values, "parallel"), model),
+        "kernels": build_kernels(take_group(values, "kernels")),
+        "serve": from_mapping(Serve, take_group(values, "serve"), "serve."),
+        "track": from_mapping(Track, take_group(values, "track"), "track."),
         "model_chosen": any(o.lstrip("+~").startswith(("model=", "model.")) for o in overrides),
     }
-    return from_mapping(Settings, values, "", **groups)
+    return from_mapping(Settings, values, "", **made)
+
+
+def take_group(values: dict[str, Any], name: str) -> Mapping[str, Any]:
+    """Take a config group out of ``values``. Raises ValueError naming the choices where none is there."""
+    found = values.pop(name, None)
+    if not isinstance(found, Mapping):
+        raise ValueError(no_choice(name, found))
+    return found
+
+
+def choices(group: str) -> list[str]:
+    """Names that a config group (``serve``, ``serve/policy``) has, none where there is no such group."""
+    there = re.fullmatch(r"\w+(/\w+)*", group)
+    return sorted(f.stem for f in (CONF / group).glob("*.yaml")) if there else []
+
+
+def no_choice(group: str, value: Any) -> str:
+    return f"{group} must be one of {', '.join(choices(group))}, got {'nothing' if value is None else value}"
 
 
 def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
     """The model of a ``conf/model`` YAML, whose fields are those of a released config.json's ``text_config``."""
-    root = {"text_config": plain(values), "quantization_config": dict(QUANTIZATION)}
+    values = plain(values)
+    known(values, [*(f.name for f in fields(ModelConfig)), *FIXED, *IGNORED_TEXT], "model.")
+    root = {"text_config": values, "quantization_config": dict(QUANTIZATION)}
     try:
         return ModelConfig.from_hf(root)
     except ValueError as error:
@@ -146,55 +167,9 @@ def build_kernels(values: Mapping[str, Any]) -> Kernels:
     return choose(named.pop("default", "reference"), **named)
 
 
-def build_serve(values: Mapping[str, Any]) -> Serve:
-    """The engine's sizes, rules and switches, of a ``conf/serve`` YAML."""
-    values = plain(values)
-    policy = values.pop("policy", {})
-    nested = {
-        "policy": from_mapping(Policy, policy, "serve.policy.", options=policy.pop("options", {})),
-        "speculation": from_mapping(Speculation, values.pop("speculation", {}), "serve.speculation."),
-    }
-    return from_mapping(Serve, values, "serve.", **nested)
-
-
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Dicts, lists and scalars of a config node, interpolations resolved."""
     return OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else dict(values)
-
-
-def known(values: Mapping[str, Any], names: Sequence[str], where: str, complete: bool = False) -> None:
-    """Raise ValueError for a key that is not one of ``names``, or, if ``complete``, a name that has no key."""
-    for key in values:
-        if key not in names:
-            raise ValueError(f"unknown key {where}{key}; known: {', '.join(names)}")
-    for name in names:
-        if complete and name not in values:
-            raise ValueError(f"key {where}{name} is missing")
-
-
-def from_mapping(cls: type[T], values: Mapping[str, Any], where: str, **done: Any) -> T:
-    """``cls(**values, **done)`` with unknown keys, missing keys and wrong types refused; lists become tuples."""
-    hints = typing.get_type_hints(cls)
-    names = [f.name for f in fields(cls) if f.name not in done]
-    known(values, names, where)
-    for f in fields(cls):
-        if f.name not in values and f.name not in done and f.default is MISSING:
-            raise ValueError(f"key {where}{f.name} is missing")
-    return cls(**{k: typed(v, hints[k], where + k) for k, v in values.items()}, **done)
-
-
-def typed(value: Any, hint: Any, key: str) -> Any:
-    """``value`` as the field's type, which is a scalar, a tuple of scalars, or one of these or None."""
-    choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for kind in choices:
-        if typing.get_origin(kind) is tuple and isinstance(value, list):
-            return tuple(typed(v, typing.get_args(kind)[0], key) for v in value)
-        if kind is float and type(value) is int:
-            return float(value)
-        if type(value) is kind:
-            return value
-    wanted = " or ".join("null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in choices)
-    raise ValueError(f"{key} must be {wanted}, got {value!r}")
 
 
 # --- the model ---
@@ -211,10 +186,10 @@ def build_layout(s: Settings, cfg: ModelConfig) -> Layout:
 def build_device(s: Settings) -> torch.device:
     """The device, which must be there; sets torch's thread count."""
     torch.set_num_threads(s.threads)
-    try:
-        torch.empty(0, device=s.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={s.device} is not available: {str(error).splitlines()[0]}") from None
+    count = torch.cuda.device_count()
+    there = ["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))]
+    if s.device not in there:
+        raise ValueError(f"device={s.device} is not available; there is: {', '.join(there)}")
     return torch.device(s.device)
 
 
@@ -244,7 +219,13 @@ def checkpoint_config(s: Settings) -> ModelConfig:
 def build_text(s: Settings, cfg: ModelConfig) -> Text | ByteText:
     """The checkpoint's tokenizer. Random weights take the shipped one if vocabularies agree, else a token per byte."""
     if not s.random:
-        return Text.load(s.checkpoint)
+        text = Text.load(s.checkpoint)
+        if text.vocab_size != cfg.vocab_size:
+            raise ValueError(
+                f"{s.checkpoint}: tokenizer.json has {text.vocab_size} tokens, config.json has vocab_size "
+                f"{cfg.vocab_size}; the two files are not of one checkpoint"
+            )
+        return text
     if (SHIPPED / "tokenizer.json").is_file():
         text = Text.load(SHIPPED)
         if text.vocab_size == cfg.vocab_size:
@@ -260,8 +241,8 @@ def token_map(s: Settings, cfg: ModelConfig, text: Text | ByteText) -> list[int]
     ids, size = engram_tables.canonical_map(text.pieces(), text.raw_pieces(), normalise)
     if size != cfg.engram_compressed_vocab_size:
         raise ValueError(
-            f"{s.checkpoint}: config.json has engram_compressed_vocab_size {cfg.engram_compressed_vocab_size}, its "
-            f"tokenizer folds to {size} ids; config and tokenizer are not of one checkpoint"
+            f"{s.checkpoint}: config.json has engram_compressed_vocab_size {cfg.engram_compressed_vocab_size}, "
+            f"tokenizer.json folds to {size} ids; the two files are not of one checkpoint"
         )
     return ids
 
@@ -272,7 +253,10 @@ def build_model(s: Settings) -> tuple[transformer.Model, Text | ByteText]:
     if s.parallel.world > 1:
         raise ValueError(f"parallel: the plan has {s.parallel.world} ranks, this script runs one; use parallel=single")
     cfg = checkpoint_config(s)
-    rt, layout, text = build_runtime(s), build_layout(s, cfg), build_text(s, cfg)
+    rt, layout = build_runtime(s), build_layout(s, cfg)
+    pools = memory.cache_bytes(layout, s.serve.pages + 1, s.serve.max_batch + 1, rt.dtype)
+    memory.require(memory.model_bytes(cfg, s.numerics, s.weights, drawn=s.random) | pools, device)
+    text = build_text(s, cfg)
     consts = constants(cfg, token_map(s, cfg, text))
     how = {"numerics": s.numerics, "weights": s.weights, "device": device}
     params = checkpoint.random(cfg, s.seed, **how) if s.random else checkpoint.load(s.checkpoint, cfg, **how)

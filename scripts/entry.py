@@ -6,10 +6,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from scripts import build, report, sweep, tracking
+from scripts.build import CONF
+from scripts.mapping import UnknownKey
 
-CONF = Path(__file__).parents[1] / "conf"
 TEXTS = ("prompt", "prompt_file")  # taken as they are, commas and all
 PATHS = ("checkpoint", "golden")  # likewise, but with --multirun a comma sweeps
 NAME_LENGTH = 120  # of a tracked run, in characters
@@ -46,15 +47,21 @@ def entry(
             return sweep.attempt(lambda: perform(run, settings, config))
         try:
             result = perform(run, settings, config)
+        except UnknownKey as error:
+            fail(explain_key(error.key, config_name), traced)
         except (ValueError, OSError) as error:
             fail(" ".join(str(error).split()), traced)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            fail(f"out of memory: {' '.join(str(error).split())}; take a smaller model, cache or batch", traced)
         if report.failures(result):
             raise SystemExit(1)
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:  # Hydra's own, before the job starts
-        fail(explain(error, config_name), traced)
+        fail(explain(error, config_name, sys.argv[1:]), traced)
 
 
 def perform(run: Callable[[Any], dict | None], settings: Callable, config: DictConfig) -> dict | None:
@@ -80,27 +87,34 @@ def fail(message: str, traced: bool) -> NoReturn:
     raise SystemExit(1)
 
 
-def explain(error: Exception, config_name: str) -> str:
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def explain(error: Exception, config_name: str, argv: Sequence[str] = ()) -> str:
     """One line for an error of Hydra's: an unknown key comes with the known ones, an unknown choice with the others."""
     message = str(error)
+    if message.startswith("Config group override must be"):  # serve=null, serve=3; Hydra does not say which
+        for name, value in (a.lstrip("+").split("=", 1) for a in argv if "=" in a):
+            if build.choices(name) and value not in build.choices(name):
+                return build.no_choice(name, value)
     unknown = re.search(r"Could not override '([^']+)'", message)
     if unknown and "not in struct" in f"{message} {error.__cause__}":
-        key = unknown[1]
-        where, names = siblings(key, config_name)
-        return f"unknown key {key}; known{where}: {', '.join(names)}"
+        return explain_key(unknown[1], config_name)
     return " ".join(message.partition("Config search path")[0].split())
 
 
-def siblings(key: str, config_name: str) -> tuple[str, list[str]]:
-    """`` in GROUP`` and the keys beside ``key`` in the default config: those of its group, or else of the root."""
+def explain_key(key: str, config_name: str) -> str:
+    """One line for an unknown key, with those beside it in the default config: of its group, or else of the root."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(config_name)
-    parent = key.rpartition(".")[0]
-    node = OmegaConf.select(config, parent) if parent else None
-    if isinstance(node, DictConfig):
-        return f" in {parent}", list(node)
-    return "", list(config)
+    while group := key.rpartition(".")[0]:
+        node = OmegaConf.select(config, group)
+        if isinstance(node, DictConfig):
+            return str(UnknownKey(key, list(node)))
+        key = group  # itself unknown, or no group
+    return str(UnknownKey(key, list(config)))
 
 
 # --- the command line ---

@@ -18,6 +18,7 @@ from scripts.entry import entry
 from scripts.evaluation import acceptance, loss
 from scripts.evaluation.acceptance import Tally
 from scripts.progress import progress
+from scripts.report import note_capped
 from scripts.training import corpus
 from serve.request import Sampling
 
@@ -61,6 +62,7 @@ def evaluate_acceptance(s: Settings) -> dict:
     held, e = pieces(s), s.evaluate
     runner, text = build_runner(s)
     prompts = acceptance.passages(text, held, e.prompts, e.prompt_tokens)
+    note_capped([len(p) for p in prompts], s.max_tokens, runner.context)
     modes = {"greedy": 0.0, "sampled": e.temperature}
     tallies, total = {}, Tally()
     with progress("drafted and undrafted", len(prompts) * len(modes), "prompts") as advance:

@@ -14,6 +14,7 @@ import numpy as np
 
 from scripts.build import Settings, build_runner
 from scripts.entry import entry
+from scripts.report import note_capped
 from serve import offline
 from serve.offline import Completion
 from serve.request import Sampling
@@ -107,6 +108,7 @@ def run(s: Settings) -> dict:
     ids = [np.array(text.prompt(p), np.int64) for p in prompts]
     for tokens in ids:
         runner.check(tokens)
+    note_capped([len(tokens) for tokens in ids], s.max_tokens, runner.context)
     printer, done, seconds = Printer(prompts, text, s.echo), [], 0.0
     for first in range(0, len(ids), s.serve.max_batch):
         batch = ids[first : first + s.serve.max_batch]

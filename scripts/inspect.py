@@ -149,7 +149,7 @@ def inspect(cfg: ModelConfig, plan: Plan) -> dict[str, int | float]:
     return {
         "kv_bytes_per_token": int(per_token) if per_token == int(per_token) else per_token,
         "window_bytes_per_sequence": ring,
-        "tail_bytes_per_sequence": layout.slot_tails * 2 * cfg.head_dim * 4 + layout.token_depth * 8,
+        "tail_bytes_per_sequence": layout.slot_bytes(torch.bfloat16) - ring,
         "tensors": len(schema),
         **parameters(cfg, specs),
         "bytes": stored.total(),

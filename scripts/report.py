@@ -1,7 +1,8 @@
-"""What a run leaves in Hydra's run folder: result.json, tables as CSV, plots as PNG."""
+"""What a run leaves in Hydra's run folder: result.json, tables as CSV, plots as PNG; and notes on stderr."""
 
 import csv
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,15 @@ WIDTH = 120  # columns of a printed table where stdout is no terminal
 def run_folder() -> Path:
     """Hydra's folder of this run (or of this job of a sweep)."""
     return Path(HydraConfig.get().runtime.output_dir)
+
+
+def note_capped(prompt_tokens: Sequence[int], max_tokens: int, context: int) -> None:
+    """Say on stderr to what ``max_tokens`` comes down where prompts leave less room in the context."""
+    rooms = [context - n for n in prompt_tokens if context - n < max_tokens]
+    if rooms:
+        to = str(min(rooms)) if min(rooms) == max(rooms) else f"{min(rooms)} to {max(rooms)}"
+        which = f" for {len(rooms)} of {len(prompt_tokens)} prompts" if len(prompt_tokens) > 1 else ""
+        print(f"note: max_tokens={max_tokens} is capped to {to}{which} by the context of {context}", file=sys.stderr)
 
 
 def emit(result: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from scripts import build, report, tracking
+from scripts import report, tracking
+from scripts.mapping import from_mapping
 from scripts.tracking import Track
 
 JOB = "job.json"  # in each job's folder
@@ -149,7 +150,7 @@ class Summary(Callback):
         values = OmegaConf.to_container(own, resolve=True)
         run = tracking.Run("sweep", name(config.hydra), name(config.hydra), values)
         try:
-            with tracking.track(build.from_mapping(Track, values["track"], "track."), run, folder):
+            with tracking.track(from_mapping(Track, values["track"], "track."), run, folder):
                 out = summarise(folder, self.metrics)
         except Exception as error:  # Hydra would turn it into a warning that nobody sees
             traceback.print_exc()

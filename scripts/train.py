@@ -7,6 +7,7 @@
 Progress goes to stderr, one JSON line to stdout. GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes it a fifth faster.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -18,16 +19,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from model import dense, engram_tables
 from model.config import ModelConfig
-from scripts import build
+from scripts import build, memory
 from scripts.entry import entry
+from scripts.mapping import at_least, from_mapping
 from scripts.progress import progress
 from scripts.report import run_folder
 from scripts.tracking import Track
-from scripts.training import backbone, corpus, fast, quantise, run, state
+from scripts.training import backbone, corpus, fast, init, quantise, run, state
 from scripts.training.backbone import Setup
 from scripts.training.export import export
-from scripts.training.optim import Rates
-from scripts.training.run import PhaseSettings, Settings
+from scripts.training.run import Settings
 from serve.text import Text, normalise
 
 NUMERICS = ("bf16", "qat")
@@ -48,23 +49,23 @@ class Job:
     resume: str | None
 
     def __post_init__(self):
-        if self.threads < 1:
-            raise ValueError(f"threads must be >= 1, got {self.threads}")
+        at_least(1, self, ("threads",))
         if self.numerics not in NUMERICS:
             raise ValueError(f"numerics must be one of {NUMERICS}, got {self.numerics!r}")
+        for name in ("checkpoint", "resume"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty: give a folder, or leave {name}= out")
 
 
 def build_job(config: DictConfig, overrides: Sequence[str] = ()) -> Job:
     """Raises ValueError naming the key, its value and what would do."""
     values = OmegaConf.to_container(config, resolve=True)
-    model = build.build_model_config(values.pop("model"))
-    mine = {f.name: values.pop(f.name) for f in fields(Settings)}
-    nested = {"rates": build.from_mapping(Rates, mine.pop("rates"), "rates.")}
-    for name in run.PHASES:
-        nested[name] = build.from_mapping(PhaseSettings, mine.pop(name), f"{name}.")
-    groups = {"model": model, "training": build.from_mapping(Settings, mine, "", **nested)}
-    groups["track"] = build.from_mapping(Track, values.pop("track"), "track.")
-    return build.from_mapping(Job, values, "", **groups)
+    groups = {
+        "model": build.build_model_config(build.take_group(values, "model")),
+        "track": from_mapping(Track, build.take_group(values, "track"), "track."),
+    }
+    training = {f.name: values.pop(f.name) for f in fields(Settings) if f.name in values}
+    return from_mapping(Job, values, "", training=from_mapping(Settings, training, ""), **groups)
 
 
 def prepare(job: Job, found: corpus.Corpus, text: Text) -> tuple[ModelConfig, Setup]:
@@ -82,6 +83,8 @@ def prepare(job: Job, found: corpus.Corpus, text: Text) -> tuple[ModelConfig, Se
 def main(job: Job) -> dict:
     torch.set_num_threads(job.threads)
     fast.keep_memory()
+    size = sum(math.prod(shape) for shape in init.shapes(job.model).values())
+    memory.require({memory.TRAINED: size * torch.float32.itemsize * 3}, torch.device("cpu"))
     folder, begun = run_folder(), time.perf_counter()
     if job.resume is not None:
         for name in (state.FILE, "tokenizer.json", "tokenizer_config.json"):

@@ -8,9 +8,12 @@ Prints a table tap -> largest error -> limit; exit code 1 on any miss.
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from model import checkpoint
 from model.constants import constants
 from model.transformer import Model
+from scripts import memory
 from scripts.build import ROOT, Settings, build_device, build_layout, build_runtime
 from scripts.entry import entry
 from scripts.progress import progress
@@ -25,6 +28,7 @@ SHIPPED_CASES = ROOT / "tests" / "data" / "golden"
 
 def build_case_model(s: Settings, case: Case) -> Model:
     """The case's weights under the chosen numerics, storage and kernels."""
+    memory.require(memory.model_bytes(case.cfg, s.numerics, s.weights, drawn=False), torch.device(s.device))
     params = checkpoint.load(case.weights, case.cfg, numerics=s.numerics, weights=s.weights)
     layout = build_layout(s, case.cfg)
     return Model(case.cfg, build_runtime(s), layout, params, constants(case.cfg, case.token_map), layout.addresses())
@@ -61,7 +65,8 @@ def cases(golden: str | None) -> list[Path]:
 
 
 def run(s: Settings) -> dict:
-    build_device(s)
+    if build_device(s).type != "cpu":
+        raise ValueError(f"device={s.device}: verify compares on the CPU; use device=cpu")
     found = [verify_case(s, folder) for folder in cases(s.golden)]
     return {
         "passed": sum(r.passed for r in found),

@@ -55,17 +55,23 @@ class Text:
     @classmethod
     def load(cls, folder: str | Path) -> "Text":
         """Reads ``tokenizer.json`` and ``tokenizer_config.json``; ValueError names a file that is missing or broken."""
-        folder = Path(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            if not (folder / name).is_file():
-                raise ValueError(f"no {name} in {folder}: a checkpoint folder holds its tokenizer")
+        tokens, settings = (Path(folder) / name for name in ("tokenizer.json", "tokenizer_config.json"))
+        for path in (tokens, settings):
+            if not path.is_file():
+                raise ValueError(f"no {path.name} in {path.parent}: a checkpoint folder holds its tokenizer")
         try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            config = json.loads((folder / "tokenizer_config.json").read_text())
-            made = cls(tokenizer, config)
-            made.bos_id, made.eos_id  # noqa: B018  (both must be there)
-        except Exception as e:  # the tokenizers library raises plain Exception; a template may hold anything
-            raise ValueError(f"cannot read the tokenizer in {folder}: {type(e).__name__} {e}") from e
+            tokenizer = Tokenizer.from_file(str(tokens))
+            _token_bytes(tokenizer)
+        except Exception as e:  # the tokenizers library raises plain Exception
+            raise ValueError(f"{tokens}: cannot read the tokenizer: {type(e).__name__} {e}") from e
+        try:
+            made = cls(tokenizer, json.loads(settings.read_text(encoding="utf-8")))
+        except Exception as e:  # a template may hold anything
+            raise ValueError(f"{settings}: cannot read the tokenizer: {type(e).__name__} {e}") from e
+        for name in ("bos_token", "eos_token"):
+            piece = made._config.get(name)
+            if not isinstance(piece, str) or tokenizer.token_to_id(piece) is None:
+                raise ValueError(f"{settings}: {name} is {piece!r}, which is no token of {tokens.name}")
         return made
 
     def save(self, folder: str | Path) -> None:

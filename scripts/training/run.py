@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from model.config import ModelConfig
+from scripts.mapping import at_least
 from scripts.training import backbone, corpus, drafter, init, optim, state
 from scripts.training.backbone import Setup
 from scripts.training.data import Rows, Tokens
@@ -51,9 +52,7 @@ class Settings:
     rates: optim.Rates
 
     def __post_init__(self):
-        for name in ("warmup", "index_every", "save_every", "anchors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        at_least(1, self, ("warmup", "index_every", "save_every", "anchors"))
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in 0..1, got {self.decay}")
 

@@ -98,6 +98,13 @@ def _token_map(path: Path, cfg: ModelConfig) -> list[int]:
         return list(range(cfg.vocab_size))
     if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
         raise ValueError(f"{path}: token_map must be a list of integers, one a token")
+    if len(tokens) != cfg.vocab_size:
+        raise ValueError(f"{path}: token_map has {len(tokens)} tokens, config.json has vocab_size {cfg.vocab_size}")
+    size, low, high = cfg.engram_compressed_vocab_size, min(tokens), max(tokens)
+    if cfg.engram_layer_ids and not 0 <= low <= high < size:
+        raise ValueError(
+            f"{path}: token_map has ids {low}..{high}, config.json has engram_compressed_vocab_size {size}"
+        )
     return tokens
 
 

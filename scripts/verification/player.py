@@ -11,6 +11,7 @@ from model.cache import Cache
 from model.dspark import Draft, DraftBatch
 from model.pack import Span
 from model.transformer import Model, Trim
+from scripts import memory
 from scripts.verification.case import SequenceSet
 from serve.runner import Runner, compiled
 
@@ -25,7 +26,9 @@ class Player:
         self.per_sequence = -(-longest // model.layout.page_size)
         most = max(len(s.prompt) for s in sets) + 2
         self.recordable = not compiled(model)
-        self.runner = Runner(model, 1 + most * self.per_sequence, 1 + most)
+        pages, slots = 1 + most * self.per_sequence, 1 + most
+        memory.require(memory.cache_bytes(model.layout, pages, slots, model.rt.dtype), torch.device("cpu"))
+        self.runner = Runner(model, pages, slots)
 
     def span(self, tokens: np.ndarray, start: int, i: int, floor: int = 0) -> Span:
         """Tokens of sequence ``i`` of the set."""

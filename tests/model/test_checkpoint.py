@@ -351,6 +351,33 @@ def test_bad_index(case, text, message):
         load(case)
 
 
+def move(index: dict[str, str]) -> None:
+    index["norm.weight"] = next(file for file in sorted(set(index.values())) if file != index["norm.weight"])
+
+
+SHARD = r"model-\d+-of-\d+\.safetensors"
+SAYS = rf"index\.json: says that {SHARD} holds tensor"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda index: index.pop("norm.weight"), rf"{SHARD}: holds tensor 'norm.weight', which .*index\.json does not"),
+        (move, rf"{SAYS} 'norm.weight', but {SHARD} does"),
+        (lambda index: index.update({"norm.bias": index["norm.weight"]}), f"{SAYS} 'norm.bias', but no file does"),
+    ],
+    ids=["not listed", "moved", "not held"],
+)
+def test_index_and_headers_must_agree(case, damage, message):
+    path = sharded(case)
+    (case / "model.safetensors").unlink(missing_ok=True)
+    index = json.loads(path.read_text())
+    damage(index["weight_map"])
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        load(case)
+
+
 def test_tensor_in_two_shards(case):
     shutil.copy(case / "model.safetensors", case / "model2.safetensors")
     with pytest.raises(ValueError, match=r"model2\.safetensors: tensor '.*' is in model\.safetensors too"):

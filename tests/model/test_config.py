@@ -120,6 +120,8 @@ def test_wrong_type(name, value):
         ({"engram_num_embeddings": [252, 0]}, "engram_num_embeddings must be >= 1"),
         ({"engram_layer_ids": [1, 8]}, r"engram_layer_ids must lie in 0\.\.7, got 8"),
         ({"engram_layer_ids": [3, 1]}, "engram_layer_ids must be ascending"),
+        ({"engram_num_embeddings": [252, 400]}, r"engram_num_embeddings of layer \d must be \d+ .sum of the primes"),
+        ({"engram_vocab_size": 2**40}, r"engram_vocab_size must be in 2\.\.4294967296, got 1099511627776"),
         ({"engram_max_ngram_size": 1}, "engram_max_ngram_size must be >= 2, got 1"),
         ({"engram_head_dim": 40}, "engram_head_dim must be a multiple of 32, got 40"),
         ({"engram_pad_token_id": 128}, "engram_pad_token_id must be a token id below 128, got 128"),

@@ -52,9 +52,8 @@ def test_hash_tables_of_flash(flash):
 def test_table_of_the_wrong_size():
     cfg = config()
     rows = cfg.engram_num_embeddings
-    wrong = replace(cfg, engram_num_embeddings=(rows[0], rows[1] + 1))
     with pytest.raises(ValueError, match=f"engram_num_embeddings of layer 3 must be {rows[1]} .* got {rows[1] + 1}"):
-        constants.constants(wrong)
+        replace(cfg, engram_num_embeddings=(rows[0], rows[1] + 1))
 
 
 def test_token_map():

@@ -112,3 +112,17 @@ def test_rank_outside_the_plan():
 
 def test_hashable():
     assert hash(dep(2)) == hash(dep(2)) and dep(2) != dep(4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "message"),
+    [
+        (None, [["*", "replicate"]], "parallel.axes must be a mapping"),
+        ({"dp": 1}, None, "parallel.rules must be a list"),
+        ({"dp": 1}, "replicate", "parallel.rules must be a list"),
+        ({"dp": 1}, [3], "a rule is .path glob, placement., got 3"),
+    ],
+)
+def test_values_of_another_kind(axes, rules, message):
+    with pytest.raises(ValueError, match=message):
+        plan.parse(axes, rules)

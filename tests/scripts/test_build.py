@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from kernels.registry import OPS
 from model import checkpoint, engram_tables
-from scripts import build
+from scripts import build, memory
 from scripts.build import build_settings
 from scripts.entry import CONF
 from serve.text import Text, normalise, train_bpe
@@ -45,15 +45,23 @@ def test_every_root_key_has_a_comment():
 
 
 BAD = [
-    ("+bogus=1", "unknown key bogus; known: checkpoint,"),
-    ("+serve.page=1", "unknown key serve.page; known: page_size"),
-    ("+kernels.fused=reference", "unknown key kernels.fused; known: default, "),
-    ("+model.hidden=1", "model: unknown field 'hidden'|model: unknown field hidden"),
+    ("+bogus=1", "unknown key bogus; known: model, parallel, kernels, serve, track, checkpoint,"),
+    ("+serve.page=1", "unknown key serve.page; known in serve: page_size"),
+    ("+kernels.fused=reference", "unknown key kernels.fused; known in kernels: default, "),
+    ("+model.hidden=1", "unknown key model.hidden; known in model: vocab_size"),
     ("~model.hidden_size", r"model: lacks these fields: \['hidden_size'\]"),
     ("~serve.pages", "key serve.pages is missing"),
     ("model.head_dim=65", "head_dim must be a multiple of 32"),
     ("kernels.sparse_attention=cuda", "kernels.sparse_attention='cuda' is not available; sparse_attention has: "),
-    ("kernels.default=cuda", "is not available"),
+    ("kernels.default=cuda", "kernels.default='cuda' is not available; backends: compile, reference"),
+    ("~track", "track must be one of none, wandb, got nothing"),
+    ("~model", "model must be one of flash, tiny, got nothing"),
+    ("evaluate=null", "evaluate must be a mapping of context, .* got None"),
+    ("serve.pages=null", "serve.pages must be int, got None"),
+    ("parallel.rules=null", "parallel.rules must be a list of"),
+    ("checkpoint=''", "checkpoint is empty: give a folder"),
+    ("golden=''", "golden is empty: give a folder"),
+    ("model.engram_vocab_size=100", "model: engram_num_embeddings of layer 1 must be 1524"),
     ("max_tokens=many", "max_tokens must be int, got 'many'"),
     ("prompt=5", "prompt must be str or null, got 5"),
     ("speculate=1", "speculate must be bool, got 1"),
@@ -76,9 +84,31 @@ def test_packed_cache_needs_qat():
         settings("cache=packed", "numerics=fp32")
 
 
-def test_device_that_is_not_there():
-    with pytest.raises(ValueError, match="device=nonsense is not available"):
-        build.build_device(settings("device=nonsense"))
+@pytest.mark.parametrize("name", ["nonsense", "meta", "cpu:5", "cuda:99", "''"])
+def test_device_that_is_not_there(name):
+    with pytest.raises(ValueError, match=rf"device={name.strip(chr(39))} is not available; there is: cpu"):
+        build.build_device(settings(f"device={name}"))
+
+
+# --- memory ---
+
+TOO_LARGE = [
+    ("model=flash", "weights 1,336.6 GB.* take a smaller model, or weights=packed"),
+    ("serve.pages=100000000", "cache .* lower serve.pages"),
+    ("serve.max_batch=1000000000 serve.budget_tokens=1000000001", "cache .* serve.max_batch"),
+    ("serve.page_size=6400000000000", "cache .* serve.page_size"),
+    ("model.sliding_window=1000000000", "cache .* model.sliding_window"),
+    ("model.vocab_size=10000000000", "weights .* take a smaller model"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), TOO_LARGE, ids=[t[0] for t in TOO_LARGE])
+def test_too_large_is_refused_before_anything_is_made(override, message, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 10**11)
+    monkeypatch.setattr(checkpoint, "random", lambda *a, **k: pytest.fail("weights were made"))
+    with pytest.raises(ValueError, match=f"needs .*{message}") as error:
+        build.build_model(settings("checkpoint=random", "threads=1", *override.split()))
+    assert "cpu has 100.0 GB free" in str(error.value)
 
 
 # --- checkpoints ---
@@ -118,8 +148,11 @@ def test_another_model_than_the_checkpoints(folder):
 def test_tokenizer_of_another_checkpoint(folder):
     where, cfg = folder
     other = dataclasses.replace(cfg, engram_compressed_vocab_size=200)
-    with pytest.raises(ValueError, match="engram_compressed_vocab_size 200, its tokenizer folds to"):
+    with pytest.raises(ValueError, match=r"engram_compressed_vocab_size 200, tokenizer.json folds to"):
         build.token_map(settings(f"checkpoint={where}"), other, Text.load(where))
+    other = dataclasses.replace(cfg, vocab_size=280)
+    with pytest.raises(ValueError, match=f"{where}: tokenizer.json has 270 tokens, config.json has vocab_size 280"):
+        build.build_text(settings(f"checkpoint={where}"), other)
 
 
 def test_no_such_checkpoint(tmp_path):

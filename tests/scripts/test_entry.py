@@ -64,6 +64,7 @@ def test_paths_arrive_as_typed_and_sweep_with_multirun():
 
 UNKNOWN = [
     (["bogus=1"], "unknown key bogus; known: model, parallel, kernels, serve, track, checkpoint,"),
+    (["bogus.deep=1"], "unknown key bogus; known: model, parallel, kernels, serve, track, checkpoint,"),
     (["serve.page=1"], "unknown key serve.page; known in serve: page_size, pages, max_batch, budget_tokens"),
     (["model.hidden=1"], "unknown key model.hidden; known in model: vocab_size,"),
     (["kernels=cuda"], "Could not find 'kernels/cuda' Available options in 'kernels': compile reference"),
@@ -108,7 +109,12 @@ def test_a_failed_result_is_printed_and_ends_with_1(key, monkeypatch, tmp_path, 
 
 BAD = [
     (["bogus=1"], "unknown key bogus"),
-    (["+bogus=1"], "unknown key bogus; known: checkpoint, numerics"),
+    (["kernels.default=cuda"], "kernels.default='cuda' is not available; backends: compile, reference"),
+    (["serve=null"], "serve must be one of engine, got null"),
+    (["model=3"], "model must be one of flash, tiny, got 3"),
+    (["~parallel"], "parallel must be one of dep, single, got nothing"),
+    (["evaluate=null"], "evaluate must be a mapping of context, stride,"),
+    (["checkpoint="], "checkpoint is empty"),
     (["kernels.linear=cuda"], "kernels.linear='cuda' is not available; linear has: compile, reference"),
     (["numerics=fp64"], "numerics must be one of"),
 ]
@@ -121,6 +127,37 @@ def test_bad_input_ends_with_one_line(argv, message, monkeypatch, tmp_path, caps
     out, err = capsys.readouterr()
     assert end.value.code == 1 and out == ""
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["bogus", "bogus.deep", "serve.page", "model.hidden", "kernels.fused", "parallel.mesh"])
+def test_an_added_unknown_key_reads_as_one_that_is_set(key, monkeypatch, tmp_path, capsys):
+    for plus in ("", "+"):
+        with pytest.raises(SystemExit):
+            start(monkeypatch, tmp_path, lambda s: None, f"{plus}{key}=1")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0] == lines[1] and "; known" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")],
+)
+def test_no_memory_left_is_one_line(error, monkeypatch, tmp_path, capsys):
+    def run(_):
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        start(monkeypatch, tmp_path, run)
+    err = capsys.readouterr().err
+    assert end.value.code == 1 and err.startswith("error: out of memory") and err.count("\n") == 1
+
+
+def test_a_slip_of_ours_keeps_its_stack(monkeypatch, tmp_path):
+    def run(_):
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        start(monkeypatch, tmp_path, run)
 
 
 def test_run_folder_is_the_jobs(monkeypatch, tmp_path):

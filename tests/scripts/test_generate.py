@@ -12,6 +12,7 @@ from scripts.build import build_settings
 from scripts.bytetext import ByteText
 from scripts.entry import CONF, verbatim
 from scripts.generate import Printer, acceptance_length, read_prompts
+from scripts.report import note_capped
 from serve.offline import Completion
 
 QUICK = (
@@ -105,6 +106,26 @@ def test_text_and_figures(capsys):
     assert result["acceptance_length"] == 1.0 and "3 tokens in" in err
     generate.run(settings("prompt=def f(n):", "echo=false"))
     assert capsys.readouterr().out == out.removeprefix("def f(n):")
+
+
+def test_a_completion_cut_by_the_context_is_told(made, tmp_path, capsys):
+    context = made[0].context
+    result = generate.run(settings("prompt=" + "x" * 8, "max_tokens=3"))
+    assert "note:" not in capsys.readouterr().err
+    left = context - result["prompt_tokens"]
+    for most in (10**6, left + 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generate.offline, "generate", lambda *a: [Completion([1], 0, "length")])
+            patch.setattr(generate, "summary", lambda *a: {})
+            generate.run(settings(f"prompt={'x' * 8}", f"max_tokens={most}"))
+        note = f"note: max_tokens={most} is capped to {left} by the context of {context}\n"
+        assert capsys.readouterr().err == note
+
+
+def test_several_capped_prompts_are_one_note(capsys):
+    note_capped([10, 90, 95], 20, 100)
+    note = "note: max_tokens=20 is capped to 5 to 10 for 2 of 3 prompts by the context of 100\n"
+    assert capsys.readouterr().err == note
 
 
 def test_several_prompts_have_headers_and_say_what_they_say_alone(tmp_path, capsys):

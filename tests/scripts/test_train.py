@@ -4,6 +4,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf.errors import OmegaConfBaseException
 
+from scripts import train
 from scripts.entry import CONF
 from scripts.train import Job, build_job
 
@@ -32,8 +33,21 @@ def test_the_shipped_recipe_builds():
         ("+rates.speed=1", "rates.speed"),
         ("+speed=1", "speed"),
         ("long.steps=many", "long.steps"),
+        ("long=null", "long must be a mapping of steps, length, rows"),
+        ("balance=[1]", "balance must be a list of 2"),
+        ("~anchors", "key anchors is missing"),
+        ("~model", "model must be one of flash, tiny"),
+        ("resume=''", "resume is empty"),
+        ("checkpoint=''", "checkpoint is empty"),
     ],
 )
 def test_bad_values_are_named(override, named):
     with pytest.raises((ValueError, OmegaConfBaseException), match=named):
         job(override)
+
+
+def test_a_model_too_large_to_train_is_refused(monkeypatch):
+    monkeypatch.setattr(train, "run_folder", lambda: pytest.fail("the run began"))
+    monkeypatch.setattr(train.memory, "available", lambda device: 10**12)
+    with pytest.raises(ValueError, match=r"weights, gradients and moments in fp32 .* take a smaller model"):
+        train.main(job("model=flash", "threads=1"))

@@ -132,7 +132,21 @@ def test_inputs_that_fit_nothing_are_refused(damage, message, case):
         verify_case(settings(), case)
 
 
-def test_token_map_of_another_kind_is_refused(case):
-    (case / "engram_tables.json").write_text('{"token_map": 5}')
-    with pytest.raises(ValueError, match="token_map must be a list of integers"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5", "token_map must be a list of integers"),
+        ("[0, 1]", "token_map has 2 tokens, config.json has vocab_size 128"),
+        (str([127] * 128), "token_map has ids 127..127, config.json has engram_compressed_vocab_size"),
+    ],
+)
+def test_a_wrong_token_map_is_refused(case, text, message):
+    (case / "engram_tables.json").write_text(f'{{"token_map": {text}}}')
+    with pytest.raises(ValueError, match=f"engram_tables.json: {message}"):
         verify_case(settings(), case)
+
+
+def test_pages_too_large_are_refused(monkeypatch):
+    monkeypatch.setattr(verify.memory, "available", lambda device: 10**10)
+    with pytest.raises(ValueError, match=r"lower serve\.pages"):
+        verify_case(settings("serve.page_size=6400000000"), SHIPPED_CASES / "tiny_batch")

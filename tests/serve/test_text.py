@@ -90,6 +90,22 @@ def test_a_folder_without_tokenizer_is_named(tmp_path):
         Text.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "text_in", "message"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json: cannot read the tokenizer"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: cannot read the tokenizer"),
+        ("tokenizer_config.json", '{"bos_token": "nope"}', "tokenizer_config.json: bos_token is 'nope', which is no"),
+        ("tokenizer_config.json", '{"bos_token": "<bos>"}', "tokenizer_config.json: eos_token is None, which is no"),
+    ],
+)
+def test_the_broken_file_is_named(text, tmp_path, file, text_in, message):
+    text.save(tmp_path)
+    (tmp_path / file).write_text(text_in)
+    with pytest.raises(ValueError, match=message):
+        Text.load(tmp_path)
+
+
 def test_too_little_text_for_the_vocabulary():
     with pytest.raises(ValueError, match="use more text"):
         train_bpe(["ab"], 2048)
