@@ -1,13 +1,14 @@
 """Measure something: `python -m scripts.bench bench=decode`. Every figure is a ratio within one run.
 
 decode      a decode step, reference bodies in eager against compiled, batch 1-64
+engine      the engine against the plain loop: decode steps by batch, prefill by length
 """
 
-from scripts.benches import decode
+from scripts.benches import decode, engine
 from scripts.build import Settings
 from scripts.entry import entry
 
-BENCHES = {"decode": decode.run}
+BENCHES = {"decode": decode.run, "engine": engine.run}
 
 
 def run(s: Settings) -> dict:

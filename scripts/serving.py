@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from model.transformer import Model
 from scripts.build import Settings, build_device, build_model
 from scripts.bytetext import ByteText
@@ -40,16 +42,19 @@ def limits(serve: Serve, model: Model, speculate: bool) -> Limits:
     return Limits(serve, context, cfg.sliding_window, cfg.num_hidden_layers, drafts)
 
 
-def engine_of(model: Model, serve: Serve, speculate: bool, mail: Mail, device: str = "cpu") -> Engine:
-    """An engine of a model that is there, with a cache of its own."""
-    bounds = limits(serve, model, speculate)
-    scheduler = Scheduler(bounds, build_policy(serve.policy))
+def runner_of(model: Model, serve: Serve, device: torch.device | str = "cpu") -> Runner:
+    """A runner with a cache as large as the engine's; number 0 of pages and slots is scratch."""
     retained = serve.retained if serve.window == "retain" else 0
-    runner = Runner(model, serve.pages + 1, serve.max_batch + 1 + retained, device, serve.prefill)
+    return Runner(model, serve.pages + 1, serve.max_batch + 1 + retained, device, serve.prefill)
+
+
+def engine_on(runner: Runner, serve: Serve, speculate: bool, mail: Mail) -> Engine:
+    """An engine that has ``runner`` to itself."""
+    scheduler = Scheduler(limits(serve, runner.model, speculate), build_policy(serve.policy))
     return Engine(scheduler, StepRunner(runner, serve, time.perf_counter), mail, time.perf_counter)
 
 
 def build_engine(s: Settings, mail: Mail) -> tuple[Engine, Text | ByteText]:
     """The engine of the settings, and its tokenizer."""
     model, text = build_model(s)
-    return engine_of(model, s.serve, s.speculate, mail, build_device(s)), text
+    return engine_on(runner_of(model, s.serve, build_device(s)), s.serve, s.speculate, mail), text

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from model.transformer import Model
-from scripts.serving import engine_of
+from scripts.serving import engine_on, runner_of
 from serve.limits import Serve, Speculation
 from serve.mailbox import Mailbox
 from serve.pages import chain
@@ -31,7 +31,7 @@ class Bench:
         self.answers: dict[int, Answer] = {}
         self.mail = Mailbox(self.deliver)
         self.serve = replace(SERVE, speculation=speculation, **serve)
-        self.engine = engine_of(model, self.serve, speculate, self.mail)
+        self.engine = engine_on(runner_of(model, self.serve), self.serve, speculate, self.mail)
         self.handles = 0
 
     def ask(self, tokens: np.ndarray, sampling: Sampling, **more) -> int:
