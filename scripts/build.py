@@ -23,6 +23,7 @@ from parallel import plan
 from parallel.plan import Plan
 from scripts import memory
 from scripts.bytetext import ByteText
+from scripts.httpd.settings import Api
 from scripts.mapping import at_least, from_mapping, known
 from scripts.tracking import Track
 from serve.limits import Serve
@@ -62,6 +63,7 @@ class Settings:
     kernels: Kernels
     serve: Serve
     track: Track
+    api: Api
     checkpoint: str
     numerics: str
     weights: str
@@ -115,6 +117,7 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
         "kernels": build_kernels(take_group(values, "kernels")),
         "serve": from_mapping(Serve, take_group(values, "serve"), "serve."),
         "track": from_mapping(Track, take_group(values, "track"), "track."),
+        "api": from_mapping(Api, take_group(values, "api"), "api."),
         "model_chosen": any(o.lstrip("+~").startswith(("model=", "model.")) for o in overrides),
     }
     return from_mapping(Settings, values, "", **made)

@@ -6,7 +6,7 @@ not decode to exactly what is expected is dropped and counted, never raised.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -35,12 +35,27 @@ class Bye:
     """The last message to an engine: end your process."""
 
 
+@dataclass(frozen=True)
+class Failed:
+    """The engine's last message: why its process ends. ``users``: what the user can mend, else our own slip."""
+
+    message: str
+    users: bool
+
+
 class Ended(Exception):
     """The other side has said Bye."""
 
 
-KINDS: dict[bytes, type] = {b"ask": Ask, b"abort": Abort, b"outputs": Outputs, b"hello": Hello, b"bye": Bye}
-TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"bye"), (b"outputs", b"hello")
+KINDS: dict[bytes, type] = {
+    b"ask": Ask,
+    b"abort": Abort,
+    b"bye": Bye,
+    b"outputs": Outputs,
+    b"hello": Hello,
+    b"failed": Failed,
+}
+TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"bye"), (b"outputs", b"hello", b"failed")
 
 
 class _Encoder:
@@ -99,7 +114,9 @@ _NAMES = {cls: kind for kind, cls in KINDS.items()}
 
 
 def encode(message: Any) -> list:
-    """The frames of a message. Raises ValueError for one over the size limit."""
+    """The frames of a message. Raises ValueError for one that would not be taken: it must not be lost in silence."""
+    message = _contract(message)
+    _check(message)
     frames = [_NAMES[type(message)], *_ENCODE(message)]
     size = sum(len(f) for f in frames)
     if size > MAX_BYTES:
@@ -120,6 +137,15 @@ def decode(frames: list, kinds: tuple[bytes, ...]) -> Any:
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a {kind.decode()}: {error}") from None
     return message
+
+
+def _contract(message: Any) -> Any:
+    """Outputs in the dtypes that serve/request.py promises, whatever the engine computes in."""
+    if not isinstance(message, Outputs):
+        return message
+    handles = message.handles.astype(np.int64, copy=False)
+    counts, tokens = (a.astype(np.int32, copy=False) for a in (message.counts, message.tokens))
+    return replace(message, handles=handles, counts=counts, tokens=tokens)
 
 
 def _check(message: Any) -> None:
@@ -192,7 +218,7 @@ class EngineWire:
         """Return once there is something to take."""
         self._socket.poll()
 
-    def put(self, message: Outputs | Hello) -> None:
+    def put(self, message: Outputs | Hello | Failed) -> None:
         self._socket.send_multipart(encode(message), copy=False)
 
     def close(self) -> None:
@@ -216,7 +242,7 @@ class FrontWire:
         if sent.done() and sent.exception() is not None:
             self.undelivered += 1
 
-    async def receive(self) -> Outputs | Hello:
+    async def receive(self) -> Outputs | Hello | Failed:
         """The next message that is one."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
@@ -225,11 +251,11 @@ class FrontWire:
             except ValueError:
                 self.malformed += 1
 
-    async def pump(self, deliver: Callable[[Outputs], None]) -> None:
-        """Hand every Outputs to ``deliver``, until cancelled."""
+    async def pump(self, deliver: Callable[[Outputs | Failed], None]) -> None:
+        """Hand every message but a Hello to ``deliver``, until cancelled."""
         while True:
             message = await self.receive()
-            if isinstance(message, Outputs):
+            if not isinstance(message, Hello):
                 deliver(message)
                 await asyncio.sleep(0)
 

@@ -51,7 +51,7 @@ class FakeEngine:
         self.asks: list[Ask] = []  # all there ever were
         self.steps = 0
 
-    async def run(self) -> None:
+    async def run(self, pause=None) -> None:
         while True:
             await self.step()
             await asyncio.sleep(self.pause_s)

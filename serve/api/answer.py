@@ -21,17 +21,20 @@ class Usage:
     n: int  # completions a prompt
     completion: int = 0
     cached: int = 0
+    replayed: int = 0  # of the cached, recomputed to rebuild windows
 
     def add(self, last: Event) -> None:
         self.completion += last.completion_tokens
-        self.cached += last.cached_tokens if last.index % self.n == 0 else 0
+        if last.index % self.n == 0:
+            self.cached += last.cached_tokens
+            self.replayed += last.replayed_tokens
 
     def body(self) -> dict:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached, "replayed_tokens": self.replayed},
         }
 
 

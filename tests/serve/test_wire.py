@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serve import wire
 from serve.request import Abort, Ask, Finish, Logprobs, Outputs, Sampling
-from serve.wire import Bye, Ended, EngineWire, FrontWire, Hello, decode, encode
+from serve.wire import Bye, Ended, EngineWire, Failed, FrontWire, Hello, decode, encode
 
 
 def rows(n: int, k: int) -> Logprobs:
@@ -30,7 +30,7 @@ OUTPUTS = Outputs(
 )
 ASK = Ask(5, np.arange(4, dtype=np.int32), [b"x" * 16], Sampling(8, 0.5, -3, (1, 2), logprobs=0), 2, 1.5)
 LONG = Ask(6, np.arange(100_000, dtype=np.int32), [], Sampling(1))
-EVERY = [ASK, LONG, Abort(7), Bye(), OUTPUTS, Hello(512, 1024, 64)]
+EVERY = [ASK, LONG, Abort(7), Bye(), OUTPUTS, Hello(512, 1024, 64), Failed("why", True)]
 KINDS = (*wire.TO_ENGINE, *wire.TO_FRONT)
 
 
@@ -95,7 +95,13 @@ def test_outputs_whose_parts_do_not_fit_are_refused():
     worse = Outputs(OUTPUTS.handles, OUTPUTS.counts, OUTPUTS.tokens, {3: Logprobs(*[np.zeros(1, np.float32)] * 3)})
     for message in (bad, worse):
         with pytest.raises(ValueError):
-            decode(encode(message), wire.TO_FRONT)
+            encode(message)
+
+
+def test_outputs_are_sent_in_the_promised_dtypes():
+    wide = Outputs(*(a.astype(np.int64) for a in (OUTPUTS.handles, OUTPUTS.counts, OUTPUTS.tokens)))
+    got = decode(encode(wide), wire.TO_FRONT)
+    assert (got.handles.dtype, got.counts.dtype, got.tokens.dtype) == (np.int64, np.int32, np.int32)
 
 
 @given(st.lists(st.binary(max_size=64), min_size=1, max_size=4), st.sampled_from(wire.TO_ENGINE))

@@ -1,0 +1,119 @@
+"""The engine's own process: compiled CPU code holds the interpreter's lock, and HTTP must not wait for it."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from serve.wire import Bye, Ended, EngineWire, Failed, FrontWire, Hello
+
+END_S = 10.0  # for an engine that was told to end, before it is killed
+
+# (resolved config file, its side of the wire) -> an engine with `async run(pause)`, and what fits it. A function that a
+# new process can import.
+Make = Callable[[Path, EngineWire], tuple[Any, Hello]]
+
+
+def engine_main(config: Path, address: str, make: Make) -> None:
+    """The process: build, say hello, run until told to end. An exception is told to the other side, then raised."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the whole group is for the HTTP process, which drains
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.stdout = sys.stderr  # stdout belongs to the result
+    wire = EngineWire(address)
+    try:
+        engine, hello = make(config, wire)
+        wire.put(hello)
+        asyncio.run(engine.run(lambda: asyncio.sleep(0)))
+    except Ended:
+        pass
+    except Exception as error:
+        if not isinstance(error, (ValueError, OSError)):
+            traceback.print_exc()
+        wire.put(Failed(f"{type(error).__name__}: {error}", isinstance(error, (ValueError, OSError))))
+        raise SystemExit(1) from None
+    finally:
+        wire.close()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+class EngineProcess:
+    """A running engine process as the HTTP process sees it. ``died`` is done, with a reason, when it is gone."""
+
+    def __init__(self, process: multiprocessing.Process, wire: FrontWire):
+        self._process, self.wire = process, wire
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._reason = ""
+        asyncio.get_running_loop().add_reader(process.sentinel, self._gone)
+
+    def _gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._process.join()
+        if not self.died.done():
+            told = self._reason or f"exit code {self._process.exitcode}"
+            self.died.set_result(f"the engine process is gone ({told})")
+
+    async def hello(self) -> Hello:
+        """What it says when it is ready. Raises ValueError where it could not be built."""
+        first = asyncio.create_task(self.wire.receive())
+        try:
+            await asyncio.wait([first, self.died], return_when=asyncio.FIRST_COMPLETED)
+            message = first.result() if first.done() else None
+        finally:
+            first.cancel()
+        if isinstance(message, Hello):
+            return message
+        if isinstance(message, Failed):
+            raise ValueError(message.message.partition(": ")[2] if message.users else message.message)
+        raise ValueError(self.died.result())
+
+    async def pump(self, deliver: Callable) -> None:
+        """Hand outputs on until cancelled; remember why it failed, if it says so."""
+
+        def sort(message) -> None:
+            if isinstance(message, Failed):
+                self._reason = message.message
+            else:
+                deliver(message)
+
+        await self.wire.pump(sort)
+
+    async def end(self) -> None:
+        """Tell it to end; kill it if it does not."""
+        if not self.died.done():
+            self.wire.send(Bye())
+            await asyncio.wait([self.died], timeout=END_S)
+        if not self.died.done():
+            self._process.kill()
+            await self.died
+
+
+@asynccontextmanager
+async def engine_process(config: Path, make: Make) -> AsyncIterator[EngineProcess]:
+    """A process started by spawn, with its socket in a private folder; both are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="racklab-") as folder:  # mode 0700
+        address = f"ipc://{folder}/engine"
+        wire = FrontWire(address)
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=engine_main, args=(config, address, make), name="engine", daemon=True)
+        process.start()
+        engine = EngineProcess(process, wire)
+        try:
+            yield engine
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await engine.end()
+            wire.close()
