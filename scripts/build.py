@@ -21,11 +21,12 @@ from model.constants import constants
 from model.runtime import Runtime
 from parallel import plan
 from parallel.plan import Plan
-from scripts import memory
+from scripts import memory, workloads
 from scripts.bytetext import ByteText
 from scripts.httpd.settings import Api
 from scripts.mapping import at_least, from_mapping, known
 from scripts.tracking import Track
+from scripts.workloads import Workload
 from serve.limits import Serve
 from serve.runner import Runner
 from serve.text import Text, normalise
@@ -64,6 +65,7 @@ class Settings:
     serve: Serve
     track: Track
     api: Api
+    workload: Workload
     checkpoint: str
     numerics: str
     weights: str
@@ -82,6 +84,7 @@ class Settings:
     eval: str
     evaluate: Evaluate
     bench: str
+    target: str
     model_chosen: bool = False
 
     def __post_init__(self):
@@ -118,6 +121,7 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
         "serve": from_mapping(Serve, take_group(values, "serve"), "serve."),
         "track": from_mapping(Track, take_group(values, "track"), "track."),
         "api": from_mapping(Api, take_group(values, "api"), "api."),
+        "workload": build_workload(take_group(values, "workload")),
         "model_chosen": any(o.lstrip("+~").startswith(("model=", "model.")) for o in overrides),
     }
     return from_mapping(Settings, values, "", **made)
@@ -168,6 +172,11 @@ def build_kernels(values: Mapping[str, Any]) -> Kernels:
     known(values, ("default", *sorted(OPS)), "kernels.")
     named = {key: value for key, value in values.items() if value is not None}
     return choose(named.pop("default", "reference"), **named)
+
+
+def build_workload(values: Mapping[str, Any]) -> Workload:
+    """What scripts.run plays, of a ``conf/workload`` YAML; its ``kind`` says which fields it has."""
+    return from_mapping(workloads.kind(values), values, "workload.")
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

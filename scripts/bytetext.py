@@ -14,6 +14,9 @@ class ByteText:
             raise ValueError(f"a token per byte needs model.vocab_size >= {FIRST + 256}, got {vocab_size}")
         self.vocab_size, self.bos_id, self.eos_id = vocab_size, bos_id, eos_id
 
+    def special_ids(self) -> list[int]:
+        return list(range(FIRST))
+
     def encode(self, text: str) -> list[int]:
         return [FIRST + b for b in text.encode()]
 

@@ -99,6 +99,10 @@ class Text:
     def eos_id(self) -> int:
         return self.token_id(self._config["eos_token"])
 
+    def special_ids(self) -> list[int]:
+        """Ids that plain text never becomes."""
+        return sorted(self._plain.get_added_tokens_decoder())
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: no BOS, and a literal ``<eos>`` in the text stays text."""
         return self._plain.encode(text, add_special_tokens=False).ids

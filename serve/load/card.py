@@ -19,13 +19,14 @@ MAX_FAILED, MAX_OVERFLOW, MIN_COVERAGE, MIN_DURATION_S = 0.10, 0.01, 0.95, 900.0
 
 @dataclass(frozen=True)
 class Context:
-    """What the records do not say. ``price_per_hour`` is that of a GPU, in any currency; ``overflow`` counts requests
-    that were left out because they do not fit; ``skipped_s`` are the cuts of idle time by cap."""
+    """What the records do not say. ``price_per_hour`` is that of a GPU, in any currency; ``left_out`` of
+    ``known`` requests of the trace do not fit and are never played; ``skipped_s`` are the cuts of idle time by cap."""
 
     gpus: int = 1
     price_per_hour: float | None = None
     kv_bytes_per_token: float | None = None
-    overflow: int = 0
+    left_out: int = 0
+    known: int = 0
     skipped_s: dict[str, float] = field(default_factory=dict)
     steps: Sequence[StepSeen] = ()
 
@@ -104,12 +105,14 @@ def tpot(record: Record) -> float | None:
 
 
 def gaps(records: Sequence[Record]) -> np.ndarray:
-    """Seconds to each token after a request's first stretch, all requests together."""
+    """Seconds to each token after a request's first stretch, all requests together. Where a server does not tell how
+    many tokens came in a stretch, all stretches count as equally long."""
     parts = [np.zeros(0)]
     for record in records:
         times, counts = np.array(record.arrivals).T
-        counts = counts[1:].astype(np.int64)
-        parts.append(np.repeat(np.diff(times) / counts, counts))
+        if counts.sum() != record.usage.output_tokens and len(counts) > 1:
+            counts[1:] = (record.usage.output_tokens - counts[0]) / (len(counts) - 1)
+        parts.append(np.repeat(np.diff(times) / counts[1:], np.rint(counts[1:]).astype(np.int64)))
     return np.concatenate(parts)
 
 
@@ -153,18 +156,30 @@ def cache(done: Sequence[Record]) -> dict:
 
 def engine(done: Sequence[Record], context: Context) -> dict:
     """Tokens that a decode step gave a request (the first comes from the prefill), and what the engine tells of its
-    steps: each of its seconds, as a mean."""
-    later = [n for r in done for _, n in r.arrivals[1:]]
+    steps: how many, and the mean of each part that it counts the seconds of."""
+    came = [r for r in done if r.arrivals]
+    later, decoded = sum(r.usage.output_tokens - r.arrivals[0][1] for r in came), sum(len(r.arrivals) - 1 for r in came)
     out = {
-        "acceptance_length": sum(later) / len(later) if later else None,
+        "acceptance_length": later / decoded if decoded else None,
         "kv_bytes_per_token": context.kv_bytes_per_token,
-        "steps": len(context.steps),
+        **step_split(context.steps),
     }
-    for name in sorted({k for s in context.steps for k in s.stats if k.startswith("step_")}):
-        values = [s.stats[name] for s in context.steps if name in s.stats]
-        out[f"{name}_mean"] = float(np.mean(values))
     for name in ("system", "tree", "gap"):
         out[f"idle_capped_{name}_s"] = context.skipped_s.get(name, 0.0)
+    return out
+
+
+def step_split(steps: Sequence[StepSeen]) -> dict:
+    """From the counters ``steps_total`` and ``PART_seconds_total``; nothing where the engine does not tell."""
+    told = [s.stats for s in steps if "steps_total" in s.stats]
+    count = told[-1]["steps_total"] - told[0]["steps_total"] if told else 0
+    if not count:
+        return {}
+    out = {"steps": count}
+    for name, end in told[-1].items():
+        if name.endswith("_seconds_total"):
+            part = name.removesuffix("_seconds_total")
+            out[f"step_{part}_ms"] = (end - told[0].get(name, 0.0)) / count * 1e3
     return out
 
 
@@ -175,8 +190,8 @@ def validity(counted: Sequence[Record], done: Sequence[Record], context: Context
     share = lambda n, of: n / of if of else 0.0  # noqa: E731
     flags = {
         "valid_failed": share(len(ended) - len(done), len(ended)) <= MAX_FAILED,
-        "valid_overflow": share(context.overflow, context.overflow + len(counted)) <= MAX_OVERFLOW,
+        "valid_overflow": share(context.left_out, context.known) <= MAX_OVERFLOW,
         "valid_coverage": bool(done) and share(measured, len(done)) >= MIN_COVERAGE,
         "valid_duration": duration_s >= MIN_DURATION_S,
     }
-    return flags | {"left_out_requests": context.overflow, "submission_valid": all(flags.values())}
+    return flags | {"left_out_requests": context.left_out, "submission_valid": all(flags.values())}

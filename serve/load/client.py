@@ -176,7 +176,8 @@ class HttpClient:
         }
 
     async def read(self, lines: AsyncIterator[str], arrived: Arrived) -> Usage:
-        """Follow the server-sent events. A chunk counts as many tokens as its ``token_ids``, else as one."""
+        """Follow the server-sent events. A chunk counts as many tokens as its ``token_ids``; without them as one, even
+        if its bytes are no characters yet."""
         finish, usage = "", None
         async for line in lines:
             if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
@@ -186,10 +187,11 @@ class HttpClient:
                 return Usage("error", message=str(chunk["error"])[:500])
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices", ()):
-                finish = choice.get("finish_reason") or finish
-                tokens = len(choice.get("token_ids") or ()) or bool(choice.get("text"))
+                ends = choice.get("finish_reason")
+                finish = ends or finish
+                tokens = len(choice.get("token_ids") or ()) or int(bool(choice.get("text")) or not ends)
                 if tokens:
-                    arrived(self.clock.now(), int(tokens))
+                    arrived(self.clock.now(), tokens)
         if usage is None or not finish:
             return Usage("error", message="the stream ended without a finish_reason and usage")
         details = usage.get("prompt_tokens_details") or {}

@@ -45,7 +45,7 @@ def test_every_root_key_has_a_comment():
 
 
 BAD = [
-    ("+bogus=1", "unknown key bogus; known: model, parallel, kernels, serve, track, api, checkpoint,"),
+    ("+bogus=1", "unknown key bogus; known: model, parallel, kernels, serve, track, api, workload, checkpoint,"),
     ("+serve.page=1", "unknown key serve.page; known in serve: page_size"),
     ("+kernels.fused=reference", "unknown key kernels.fused; known in kernels: default, "),
     ("+model.hidden=1", "unknown key model.hidden; known in model: vocab_size"),

@@ -96,7 +96,8 @@ def test_failed_and_cut():
 def test_validity():
     many = [record(float(i), [(i + 1.0, 1), (i + 2.0, 1)]) for i in range(950)]
     assert card(many, Context())["submission_valid"]
-    assert not card(many, Context(overflow=20))["valid_overflow"]
+    assert not card(many, Context(left_out=20, known=1000))["valid_overflow"]
+    assert card(many, Context(left_out=10, known=1000))["submission_valid"]
     assert card(many[:100], Context())["valid_duration"] is False
     bad = [record(float(i), [], finish="error") for i in range(106)]
     assert not card([*many, *bad], Context())["valid_failed"]
@@ -104,7 +105,16 @@ def test_validity():
 
 
 def test_what_the_engine_tells():
-    steps = [StepSeen(1.0, 2, 3, {"step_host_s": 0.1, "queue": 3}), StepSeen(2.0, 2, 2, {"step_host_s": 0.3})]
+    stats = [{"steps_total": n, "host_seconds_total": 0.1 * n, "device_seconds_total": 2.0 * n} for n in (4, 9, 14)]
+    steps = [StepSeen(float(i), 2, 3, told) for i, told in enumerate(stats)]
     out = card(TWO, Context(kv_bytes_per_token=890, skipped_s={"system": 5.0}, steps=steps))
-    assert out["step_host_s_mean"] == pytest.approx(0.2) and out["steps"] == 2 and out["kv_bytes_per_token"] == 890
+    assert (out["steps"], out["kv_bytes_per_token"]) == (10, 890)
+    assert out["step_host_ms"] == pytest.approx(100) and out["step_device_ms"] == pytest.approx(2000)
     assert (out["idle_capped_system_s"], out["idle_capped_tree_s"]) == (5.0, 0.0)
+
+
+def test_stretches_of_unknown_length_count_alike():
+    r = record(0.0, [(1.0, 1), (2.0, 1), (4.0, 1)])
+    r.usage = Usage("length", 100, 5)  # four tokens in two stretches
+    assert gaps([r]).tolist() == [0.5, 0.5, 1.0, 1.0]
+    assert card([r], Context())["acceptance_length"] == pytest.approx(2.0)

@@ -1,0 +1,66 @@
+"""Where requests go: an engine of this process, or a server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+
+from scripts import serving
+from scripts.build import Settings
+from serve.load.client import Client, HttpClient, LocalClient
+from serve.load.clock import Clock
+
+ENGINE = "engine"
+TURNS = 8  # of the event loop between two steps: from a timer that rings to a request sent takes five
+
+
+async def turns() -> None:
+    """Let everyone else on the loop go on as far as they can without waiting."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+class Engine:
+    """An engine at work beside whatever drives it."""
+
+    def __init__(self, client: LocalClient, work: asyncio.Task):
+        self.client, self.work = client, work
+
+    async def beside(self, play: Coroutine) -> None:
+        """Run ``play`` to its end. Raises what the engine raised if that ends first."""
+        task = asyncio.ensure_future(play)
+        await asyncio.wait([task, self.work], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self.work.result()
+            raise RuntimeError("the engine stopped while requests were in flight")
+        task.result()
+
+
+class Server:
+    """A server elsewhere."""
+
+    def __init__(self, client: Client):
+        self.client = client
+
+    async def beside(self, play: Coroutine) -> None:
+        await play
+
+
+@asynccontextmanager
+async def connect(s: Settings, clock: Clock) -> AsyncIterator[Engine | Server]:
+    """The target of ``target=``. Raises ValueError for one there is not."""
+    if s.target.startswith(("http://", "https://")):
+        async with HttpClient(s.target, clock) as client:
+            yield Server(client)
+    elif s.target == ENGINE:
+        client = LocalClient(clock, s.serve.page_size)
+        engine, _ = serving.build_engine(s, client.mailbox)
+        work = asyncio.ensure_future(engine.run(turns))
+        try:
+            yield Engine(client, work)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+    else:
+        raise ValueError(f"target must be {ENGINE} or http://HOST:PORT, got {s.target!r}")
