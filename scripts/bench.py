@@ -1,14 +1,15 @@
 """Measure something: `python -m scripts.bench bench=decode`. Every figure is a ratio within one run.
 
 decode      a decode step, reference bodies in eager against compiled, batch 1-64
+replay      rows and time of a prefill by layer, whole against bounded replay
 engine      the engine against the plain loop: decode steps by batch, prefill by length
 """
 
-from scripts.benches import decode, engine
+from scripts.benches import decode, engine, replay
 from scripts.build import Settings
 from scripts.entry import entry
 
-BENCHES = {"decode": decode.run, "engine": engine.run}
+BENCHES = {"decode": decode.run, "engine": engine.run, "replay": replay.run}
 
 
 def run(s: Settings) -> dict:
