@@ -63,8 +63,8 @@ def test_paths_arrive_as_typed_and_sweep_with_multirun():
 
 
 UNKNOWN = [
-    (["bogus=1"], "unknown key bogus; known: model, parallel, kernels, serve, track, api, checkpoint,"),
-    (["bogus.deep=1"], "unknown key bogus; known: model, parallel, kernels, serve, track, api, checkpoint,"),
+    (["bogus=1"], "unknown key bogus; known: model, parallel, kernels, serve, workload, track, api, checkpoint,"),
+    (["bogus.deep=1"], "unknown key bogus; known: model, parallel, kernels, serve, workload, track, api, checkpoint,"),
     (["serve.page=1"], "unknown key serve.page; known in serve: page_size, pages, max_batch, budget_tokens"),
     (["model.hidden=1"], "unknown key model.hidden; known in model: vocab_size,"),
     (["kernels=cuda"], "Could not find 'kernels/cuda' Available options in 'kernels': compile reference"),
