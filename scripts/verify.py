@@ -2,7 +2,8 @@
 
     python -m scripts.verify golden=DIR [numerics=fp32|qat] [kernels=reference|compile] [cache=plain|packed]
 
-Prints a table tap -> largest error -> limit; exit code 1 on any miss.
+Prints a table tap -> largest error -> limit, and the keys of the files that nothing was compared with; exit code 1 on
+any miss, a key of the format that was left out included.
 """
 
 from dataclasses import replace
@@ -20,6 +21,7 @@ from scripts.progress import progress
 from scripts.verification import checks
 from scripts.verification.case import Case, load_case
 from scripts.verification.forced import check_prefill
+from scripts.verification.keys import check_keys
 from scripts.verification.player import Player
 from scripts.verification.table import Results
 
@@ -49,6 +51,7 @@ def verify_case(s: Settings, folder: Path) -> Results:
                 advance(1)
             if other is not None:
                 checks.check_storage(other, player, st, results)
+            check_keys(st, player.recordable, results)
     results.show(f"{folder.name}: numerics={s.numerics} cache={s.cache} weights={s.weights}")
     return results
 

@@ -4,7 +4,7 @@ B sequences of S prompt tokens and n decode tokens; a case may hold several such
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,17 @@ from model.shards import read_json, read_tensors
 
 @dataclass(frozen=True)
 class SequenceSet:
-    """``expected`` keys have lost their ``seqI.`` prefix."""
+    """``expected`` keys have lost their ``seqI.`` prefix; ``read`` notes those that a check has asked for."""
 
     name: str
     prompt: np.ndarray  # [B, S] int64
     decode: np.ndarray  # [B, n] int64: token fed at each step, teacher forced
     expected: dict[str, Tensor]
+    read: set[str] = field(default_factory=set)
 
     def get(self, key: str) -> Tensor | None:
+        if key in self.expected:
+            self.read.add(key)
         return self.expected.get(key)
 
 
@@ -59,8 +62,12 @@ def load_case(folder: str | Path, numerics: str) -> Case:
         if len(prompt) != len(decode) or prompt.shape[1] == 0:
             raise ValueError(f"{where}: {name} has prompts {prompt.shape} and decode inputs {decode.shape}")
         own = {k.removeprefix(f"{name}."): v for k, v in expected.items() if k.startswith(f"{name}.")}
-        _check_expected(own, f"{folder / f'expected_{numerics}.safetensors'}: {name}", *prompt.shape, decode.shape[1])
+        where = f"{folder / f'expected_{numerics}.safetensors'}: {name}"
+        _check_expected(own, where, *prompt.shape, decode.shape[1], cfg.sliding_window)
         sets.append(SequenceSet(name, prompt, decode, own))
+    for key in expected:
+        if key.split(".")[0] not in names:
+            raise ValueError(f"{folder / f'expected_{numerics}.safetensors'}: {key} is for a set that has no inputs")
     return Case(folder, cfg, _token_map(folder / "engram_tables.json", cfg), tuple(sets))
 
 
@@ -76,7 +83,7 @@ def _ids(inputs: dict[str, Tensor], key: str, where: Path, cfg: ModelConfig) -> 
     return ids.long().numpy()
 
 
-def _check_expected(own: dict[str, Tensor], where: str, rows: int, length: int, steps: int) -> None:
+def _check_expected(own: dict[str, Tensor], where: str, rows: int, length: int, steps: int, window: int) -> None:
     """Raise ValueError unless there are expected values, for as many sequences, tokens and steps as the inputs have."""
     if not own:
         raise ValueError(f"{where} has no expected values; keys start with the set's name")
@@ -84,6 +91,8 @@ def _check_expected(own: dict[str, Tensor], where: str, rows: int, length: int, 
         step = re.match(r"(?:\w+\.)*?decode\.(\d+)\.", key)
         if step and int(step[1]) >= steps:
             raise ValueError(f"{where}.{key}: the inputs have {steps} decode steps")
+        if key.startswith("replay_") and length <= window:
+            raise ValueError(f"{where}.{key}: replay needs prompts longer than the window of {window}, got {length}")
         prefill = key.startswith("prefill.") and not key.endswith(("gate_ids", "gate_weights"))
         if prefill and value.shape[0] != rows:
             raise ValueError(f"{where}.{key}: is for {value.shape[0]} sequences, the inputs have {rows}")

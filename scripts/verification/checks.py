@@ -47,6 +47,9 @@ def check_decode(player: Player, st: SequenceSet, results: Results) -> None:
         want = st.get(pre + "logits")
         if want is not None:
             results.logits("decode logits", got, want, where, None if qat else 1e-3)
+        anchor = st.get(pre + "spec.input_id")
+        if anchor is not None:
+            results.ids("draft input_id", got.argmax(-1), anchor, where, None if qat else 0)
         if not qat:
             _decode_ids(st, pre, log, b, where, results)
         if drafting and st.get(pre + "spec.output_ids") is not None:

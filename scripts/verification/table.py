@@ -1,5 +1,7 @@
 """What was checked: one row a tap, with the error, its limit and where it was worst."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -17,7 +19,7 @@ NEAR_TIES = 2  # rows of ids that bf16 may decide otherwise; none in fp32
 @dataclass
 class Row:
     tap: str
-    kind: str  # "abs", "rms", "rows" (ids that differ) or "bits"
+    kind: str  # "abs", "rms", "rows" (ids that differ), "keys" or "bits"
     limit: float | None  # None: reported, not judged
     error: float = 0.0
     where: str = ""
@@ -33,6 +35,7 @@ class Results:
     """Rows by tap; the worst of all places where a tap was compared."""
 
     rows: dict[str, Row] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)  # keys of the file that no check has read
 
     def add(self, tap: str, kind: str, error: float, limit: float | None, where: str) -> None:
         row = self.rows.setdefault(tap if limit is not None else f"{tap} (reported)", Row(tap, kind, limit))
@@ -73,3 +76,11 @@ class Results:
             mark = "report" if row.limit is None else "MISS" if row.missed else "ok"
             table.add_row(row.tap, str(row.checks), row.kind, f"{row.error:.2e}", limit, row.where, mark)
         Console(width=120).print(table)
+        if self.unread:
+            print("not compared:", ", ".join(grouped(self.unread)))
+
+
+def grouped(keys: list[str]) -> list[str]:
+    """Keys that differ in their numbers as one, with their count."""
+    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", key) for key in keys)
+    return [f"{kind} ({count})" if count > 1 else kind for kind, count in kinds.items()]
