@@ -4,88 +4,18 @@ B sequences, T tokens each, N = B * T rows, D model dim, S streams, H heads, C c
 Parameters are a flat dict by release names (spec section 11); a layer's experts are one tensor [E, out, in].
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import dense_ops
 from model.config import ModelConfig
+from model.dense_index import compress, select
+from model.dense_ops import rope_angles
+from model.dense_pass import Numerics, Ops, Params, Pass, Shared, Trace  # noqa: F401  (callers take them from here)
 from model.engram_tables import multipliers, offsets, primes
-
-Params = Mapping[str, Tensor]
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """The fake quantisers of spec 2.5; the identity unless the released numerics are wanted."""
-
-    act: Callable[[Tensor], Tensor] = _same  # FP8 groups of 32: linear inputs, window keys
-    latent: Callable[[Tensor], Tensor] = _same  # FP4 groups of 16: compressed keys
-    index: Callable[[Tensor], Tensor] = _same  # MXFP4 groups of 32: index queries and keys
-
-
-@dataclass(frozen=True)
-class Ops:
-    """The functions that cost time; a trainer may put faster equals in their place."""
-
-    mix: Callable = dense_ops.mix
-    collapse: Callable = dense_ops.collapse
-    post: Callable = dense_ops.post
-    rms: Callable = dense_ops.rms
-    rope: Callable = dense_ops.rope
-    attend: Callable = dense_ops.attend
-    swiglu: Callable = dense_ops.swiglu
-    gate: Callable = dense_ops.engram_gate
-    experts: Callable = dense_ops.experts
-
-
-@dataclass
-class Trace:
-    """What a forward leaves for those who train: by layer number unless said otherwise."""
-
-    taps: list[Tensor] = field(default_factory=list)  # [B, T, D] inputs of dspark_target_layer_ids
-    loads: dict[int, Tensor] = field(default_factory=dict)  # [E] tokens per expert
-    scores: dict[int, Tensor] = field(default_factory=dict)  # [B, T, C] index scores before any mask
-    targets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # queries, keys of each reading layer
-
-
-@dataclass
-class Shared:
-    """What layers hand to later layers: compressed keys, index keys, the selection, candidate blocks."""
-
-    latent: Tensor | None = None  # [B, C, head_dim]
-    index_keys: Tensor | None = None  # [B, C, index_head_dim]
-    selection: Tensor | None = None  # [B or 1, T, C] bool
-    candidates: Tensor | None = None  # [B, T, C] bool
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward's settings. ``select`` off attends to every reachable entry (early training only)."""
-
-    cfg: ModelConfig
-    p: Params
-    batch: int
-    numerics: Numerics = Numerics()
-    ops: Ops = Ops()
-    select: bool = True
-    train_index: bool = False
-    trace: Trace = field(default_factory=Trace)
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """A quantised linear (FP8 or FP4 in the release): its input is quantised."""
-        return F.linear(self.numerics.act(x), self.p[name + ".weight"])
-
-    def rms(self, x: Tensor, name: str) -> Tensor:
-        return self.ops.rms(x, self.p[name + ".weight"], self.cfg.rms_norm_eps)
 
 
 @dataclass(frozen=True)
@@ -186,26 +116,6 @@ def mix_params(p: Params, pre: str, half: str) -> tuple[Tensor, Tensor, Tensor]:
     return p[f"{pre}.hc_{half}_fn"], p[f"{pre}.hc_{half}_scale"], p[f"{pre}.hc_{half}_base"]
 
 
-def rope_angles(cfg: ModelConfig, positions: Tensor, compressed: bool) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, rope/2] in fp32, YaRN where a layer reads compressed KV (spec 5.1)."""
-    half = cfg.qk_rope_head_dim // 2
-    base = cfg.compress_rope_theta if compressed else cfg.rope_theta
-    freqs = base ** -(torch.arange(half, dtype=torch.float32) / half)
-    if compressed:
-        y = cfg.rope_scaling
-
-        def dim_of(rotations: float) -> float:
-            wave = y.original_max_position_embeddings / (2 * math.pi * rotations)
-            return cfg.qk_rope_head_dim * math.log(wave) / (2 * math.log(base))
-
-        low = max(math.floor(dim_of(y.beta_fast)), 0)
-        high = min(math.ceil(dim_of(y.beta_slow)), cfg.qk_rope_head_dim - 1)
-        ramp = ((torch.arange(half) - low) / max(high - low, 1e-3)).clamp(0, 1)
-        freqs = freqs / y.factor * ramp + freqs * (1 - ramp)
-    angles = positions.float()[:, None] * freqs
-    return angles.cos(), angles.sin()
-
-
 def attention(run: Pass, layer: int, x: Tensor, shared: Shared) -> Tensor:
     """x [B, T, D], normed -> [B, T, D]. Sources first write ``shared`` (spec sections 5 and 6)."""
     cfg, pre, ops = run.cfg, f"layers.{layer}.attn", run.ops
@@ -234,82 +144,6 @@ def project_out(run: Pass, pre: str, o: Tensor) -> Tensor:
     wo_a = run.p[f"{pre}.wo_a.weight"].view(cfg.o_groups, cfg.o_lora_rank, -1)
     r = torch.bmm(grouped, wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)
     return run.linear(r, f"{pre}.wo_b").unflatten(0, o.shape[:2])
-
-
-def compress(run: Pass, layer: int, x: Tensor, shared: Shared) -> None:
-    """Write a source layer's compressed keys and index keys (spec 6.1, 6.2)."""
-    cfg, p, pre = run.cfg, run.p, f"layers.{layer}.attn"
-    ratio, c = cfg.compress_ratios[layer], x.shape[1] // cfg.compress_ratios[layer]
-    wkv = p[f"{pre}.compressor.wkv.weight"]
-    if ratio == 1:
-        pooled = F.linear(x, wkv)
-    else:
-        pairs = x[:, : c * 2].float().unflatten(1, (c, 2))
-        weights = F.linear(pairs, p[f"{pre}.compressor.wgate.weight"].float()).softmax(2)
-        pooled = (F.linear(pairs, wkv.float()) * weights).sum(2).to(x.dtype)
-    latent = run.rms(pooled, f"{pre}.compressor.norm")
-    angles = rope_angles(cfg, torch.arange(c) * ratio, True)
-    source = latent.detach() if run.train_index else latent
-    keys = run.rms(F.linear(source, p[f"{pre}.indexer.wk.weight"]), f"{pre}.indexer.k_norm")
-    shared.index_keys = run.numerics.index(run.ops.rope(keys, *angles))
-    shared.latent = run.numerics.latent(run.ops.rope(latent, *angles))
-
-
-def reachable(t: int, c: int, ratio: int) -> Tensor:
-    """[T, C]: entry j is complete once token (j + 1) * ratio - 1 has been processed."""
-    return torch.arange(c) < (torch.arange(1, t + 1) // ratio)[:, None]
-
-
-def select(run: Pass, layer: int, x: Tensor, qr: Tensor, shared: Shared) -> None:
-    """Set ``shared.selection`` from this layer's index scores (spec 6.3 to 6.5); the source publishes candidates."""
-    cfg, kind, (b, t, _) = run.cfg, run.cfg.kind(layer), x.shape
-    c = shared.index_keys.shape[1]
-    reach = reachable(t, c, kind.source_ratio)[None]
-    if not run.select and not run.train_index:
-        shared.selection = reach
-        return
-    scores = index_scores(run, f"layers.{layer}.attn", x, qr, shared)
-    if run.train_index:
-        run.trace.scores[layer] = scores
-    if not run.select:
-        shared.selection = reach
-        return
-    scores = scores.detach().float().masked_fill(~reach, -math.inf)
-    if kind.publishes:
-        shared.candidates = candidate_mask(cfg, scores)
-    if kind.obeys:
-        scores = scores.masked_fill(~shared.candidates, -math.inf)
-    top = scores.topk(min(cfg.index_topk, c), dim=-1).indices
-    shared.selection = torch.zeros(b, t, c, dtype=torch.bool).scatter_(2, top, True) & reach
-
-
-def index_scores(run: Pass, pre: str, x: Tensor, qr: Tensor, shared: Shared) -> Tensor:
-    """[B, T, C]: sum over index heads of weight * relu(query . key), in the activation type throughout."""
-    cfg, (b, t, _) = run.cfg, x.shape
-    if run.train_index:
-        x, qr = x.detach(), qr.detach()
-    angles = rope_angles(cfg, torch.arange(t), True)
-    heads, dim = cfg.index_n_heads, cfg.index_head_dim
-    q = run.numerics.index(run.ops.rope(run.linear(qr, f"{pre}.indexer.wq_b").view(b, t, heads, dim), *angles))
-    w = F.linear(x, run.p[f"{pre}.indexer.weights_proj.weight"]) * (dim**-0.5 * heads**-0.5)
-    total = None
-    for h in range(heads):
-        term = (q[:, :, h] @ shared.index_keys.transpose(1, 2)).relu() * w[:, :, h, None]
-        total = term.float() if total is None else total + term
-    return total.to(x.dtype)
-
-
-def candidate_mask(cfg: ModelConfig, scores: Tensor) -> Tensor:
-    """Entries in the best blocks, the block of the newest reachable entry always among them. scores [B, T, C]."""
-    c, size = scores.shape[2], cfg.candidate_block_size
-    blocks = -(-c // size)
-    best = F.pad(scores, (0, blocks * size - c), value=-math.inf).unflatten(2, (blocks, size)).amax(-1)
-    newest = (scores > -math.inf).sum(-1) - 1
-    forced = F.one_hot((newest // size).clamp(min=0), blocks).bool() & (newest >= 0)[..., None]
-    best = best.masked_fill(forced, math.inf)
-    top = best.topk(min(cfg.candidate_topk_blocks, blocks), dim=-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(2, top.indices, top.values > -math.inf)
-    return kept.repeat_interleave(size, dim=2)[..., :c]
 
 
 def moe(run: Pass, pre: str, x: Tensor, k: int) -> tuple[Tensor, Tensor]:

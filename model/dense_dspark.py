@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import dense
+from model import dense, dense_ops
 from model.dense import Pass
 
 
@@ -62,7 +62,7 @@ def attention(run: Pass, pre: str, x: Tensor, features: Tensor, last: Tensor) ->
 
 def _angles(run: Pass, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos, sin [*positions, rope/2] of ratio-0 layers."""
-    flat = dense.rope_angles(run.cfg, positions.flatten(), False)
+    flat = dense_ops.rope_angles(run.cfg, positions.flatten(), False)
     cos, sin = (f.view(*positions.shape, -1) for f in flat)
     return cos, sin
 

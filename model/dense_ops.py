@@ -1,10 +1,13 @@
 """The arithmetic of the dense forward, spelled out. N rows, S streams, D model dim, H heads, T tokens, C entries."""
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from model.config import ModelConfig
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,3 +103,23 @@ def engram_gate(x: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: 
         d = d * torch.rsqrt(norm.square().mean(-1, keepdim=True) + eps)
     gate = torch.sigmoid(torch.copysign(d.abs().clamp(min=1e-6).sqrt(), d))
     return (f + gate * value).to(x.dtype)
+
+
+def rope_angles(cfg: ModelConfig, positions: Tensor, compressed: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, rope/2] in fp32, YaRN where a layer reads compressed KV (spec 5.1)."""
+    half = cfg.qk_rope_head_dim // 2
+    base = cfg.compress_rope_theta if compressed else cfg.rope_theta
+    freqs = base ** -(torch.arange(half, dtype=torch.float32) / half)
+    if compressed:
+        y = cfg.rope_scaling
+
+        def dim_of(rotations: float) -> float:
+            wave = y.original_max_position_embeddings / (2 * math.pi * rotations)
+            return cfg.qk_rope_head_dim * math.log(wave) / (2 * math.log(base))
+
+        low = max(math.floor(dim_of(y.beta_fast)), 0)
+        high = min(math.ceil(dim_of(y.beta_slow)), cfg.qk_rope_head_dim - 1)
+        ramp = ((torch.arange(half) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        freqs = freqs / y.factor * ramp + freqs * (1 - ramp)
+    angles = positions.float()[:, None] * freqs
+    return angles.cos(), angles.sin()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import dense
+from model import dense, dense_index
 from model.config import ModelConfig
 from model.dense import HashTables, Numerics, Ops, Params
 
@@ -107,7 +107,7 @@ def index_loss(cfg: ModelConfig, run: dense.Pass) -> Tensor:
         ratio = cfg.kind(layer).source_ratio
         every = max(t // INDEX_QUERIES, 1)
         rows = torch.arange(every - 1, t, every)
-        reach = dense.reachable(t, c, ratio)[rows]
+        reach = dense_index.reachable(t, c, ratio)[rows]
         rows, reach = rows[reach.any(-1)], reach[reach.any(-1)]
         with torch.no_grad():
             goal = sum(_attention(*run.trace.targets[user], rows, reach) for user in users(cfg, layer))

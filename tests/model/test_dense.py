@@ -9,34 +9,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from kernels import quant
-from model import dense, dense_dspark, release, transformer, tree
+from model import dense, dense_dspark, dense_index
 from model.config import ModelConfig
+from tests.golden import read_weights
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 LIMIT = 2e-5
-
-
-def read(path: Path, cfg: ModelConfig) -> dict[str, torch.Tensor]:
-    """A golden weights file as the dense forward takes it: fp32 values, a layer's experts stacked."""
-    raw, specs = load_file(path), dict(tree.walk(transformer.specs(cfg)))
-    out, stacks = {}, {}
-    for entry in release.schema(cfg).values():
-        if entry.part == "weight":
-            scale = raw.get(entry.name.removesuffix("weight") + "scale")
-            value = release.decode(release.one(specs[entry.path]), raw[entry.name], scale, torch.float32)
-            if entry.expert is None:
-                out[entry.name] = value
-            else:
-                stem, last = entry.name.removesuffix(".weight").rsplit(f".{entry.expert}.", 1)
-                stacks.setdefault(f"{stem}.{last}", []).append(value)
-    return out | {name: torch.stack(values) for name, values in stacks.items()}
 
 
 class Case:
     def __init__(self, name: str):
         folder = GOLDEN / name
         self.cfg = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-        self.params = read(folder / "weights.safetensors", self.cfg)
+        self.params = read_weights(folder / "weights.safetensors", self.cfg)
         token_map = json.loads((folder / "engram_tables.json").read_text())["token_map"]
         self.tables = dense.hash_tables(self.cfg, token_map)
         self.inputs = {k: v.long() for k, v in load_file(folder / "inputs.safetensors").items()}
@@ -103,3 +88,10 @@ def test_quantisers_are_in_force(case):
 def test_hash_tables_refuse_a_foreign_tokenizer(case):
     with pytest.raises(ValueError, match="engram_compressed_vocab_size"):
         dense.hash_tables(case.cfg, [0, 1, 2])
+
+
+def test_the_lowest_of_equal_entries_is_taken():
+    scores = torch.tensor([[0.0, 2.0, 0.0, -torch.inf, 0.0], [-torch.inf] * 4 + [1.0], [3.0, 1.0, 3.0, 3.0, 1.0]])
+    want = [[1, 1, 1, 0, 0], [0, 0, 0, 0, 1], [1, 0, 1, 1, 0]]
+    assert dense_index.largest(scores, 3).int().tolist() == want
+    assert dense_index.largest(scores[:, :0], 0).shape == (3, 0)

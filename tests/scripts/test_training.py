@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from model import checkpoint, dense, dense_ops, release, transformer, tree
+from model import checkpoint, dense, dense_index, dense_ops, release, transformer, tree
 from model.config import ModelConfig, RopeScaling
 from model.engram_tables import primes, table_rows
 from scripts.training import backbone, corpus, drafter, fast, init, optim, quantise, run, state
@@ -118,11 +118,11 @@ def test_rows_are_a_function_of_the_step(tokens):
 def test_fast_attention_is_attention():
     torch.manual_seed(0)
     q, k, latent, sink = torch.randn(2, 37, 2, 16), torch.randn(2, 37, 16), torch.randn(2, 18, 16), torch.randn(2)
-    selection = dense.reachable(37, 18, 2) & (torch.rand(2, 37, 18) > 0.3)
+    selection = dense_index.reachable(37, 18, 2) & (torch.rand(2, 37, 18) > 0.3)
     for far, chosen in ((None, None), (latent, selection)):
         want = dense_ops.attend(q, k, far, chosen, sink, 8)
         assert torch.allclose(fast.attend_in_blocks(q, k, far, chosen, sink, 8), want, atol=1e-5)
-    q, k, selection = torch.randn(2, 64, 2, 16), torch.randn(2, 64, 16), dense.reachable(64, 32, 2)[None]
+    q, k, selection = torch.randn(2, 64, 2, 16), torch.randn(2, 64, 16), dense_index.reachable(64, 32, 2)[None]
     latent = torch.randn(2, 32, 16)
     want = dense_ops.attend(q, k, latent, selection, sink, 8)
     assert torch.allclose(fast.attend_in_blocks(q, k, latent, selection, sink, 8), want, atol=1e-5)  # in four parts

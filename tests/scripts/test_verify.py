@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from scripts import verify
 from scripts.build import Settings, build_settings
 from scripts.entry import CONF, FULL_ERROR, entry, verbatim
 from scripts.verify import SHIPPED_CASES, cases, verify_case
+from tests.golden import write_case
+from tests.small import FULL1, FULL2, REINDEX, REUSE, config, configs
 
 FORMS = [("fp32", "plain"), ("qat", "plain"), ("qat", "packed")]
 
@@ -150,3 +154,80 @@ def test_pages_too_large_are_refused(monkeypatch):
     monkeypatch.setattr(verify.memory, "available", lambda device: 10**10)
     with pytest.raises(ValueError, match=r"lower serve\.pages"):
         verify_case(settings("serve.page_size=6400000000"), SHIPPED_CASES / "tiny_batch")
+
+
+# --- cases of other shapes, made by the dense forward ---
+
+SHAPES = [  # name, config, (sequences, prompt tokens, decode tokens) of each set
+    ("one token", {}, [(1, 1, 3), (3, 1, 2)]),
+    ("two lengths, beyond the window", {}, [(1, 21, 2), (2, 5, 3)]),
+    ("nothing decoded", {}, [(1, 9, 0)]),
+    ("two streams, small heads", {"hc_mult": 2, "head_dim": 32, "index_head_dim": 32}, [(2, 19, 2)]),
+    ("one stream, wide", {"hc_mult": 1, "hidden_size": 96, "num_attention_heads": 2, "index_n_heads": 1}, [(1, 18, 2)]),
+    ("no drafter, no candidates", {"stages": 0, "candidates": False}, [(1, 17, 2)]),
+    ("no Engram", {"engram": ()}, [(1, 17, 2)]),
+    ("ratio 1 alone, a long n-gram", {"roles": (FULL1, REUSE), "engram": (0,), "ngram": 4, "taps": (1,)}, [(1, 30, 2)]),
+    ("ratio 2 alone", {"roles": (FULL2, REINDEX), "engram": (), "taps": (0,), "stages": 1}, [(1, 30, 2)]),
+]
+
+
+@pytest.mark.parametrize(("changes", "sets"), [s[1:] for s in SHAPES], ids=[s[0] for s in SHAPES])
+def test_cases_of_other_shapes_pass(changes, sets, tmp_path, capsys):
+    folder = write_case(tmp_path, config(**changes), sets)
+    results = verify_case(settings("numerics=fp32"), folder)
+    table = capsys.readouterr().out
+    assert results.failed == 0, table
+    assert "not compared" not in table and "logits" in table
+
+
+@pytest.mark.slow
+@given(
+    cfg=configs(),
+    sets=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=2),
+)
+def test_cases_of_random_shapes_pass(cfg, sets, tmp_path_factory):
+    results = verify_case(settings("numerics=fp32"), write_case(tmp_path_factory.mktemp("case"), cfg, sets))
+    assert results.failed == 0 and not results.unread
+
+
+# --- keys that nothing was compared with ---
+
+LEFT_OUT = [  # key, whether leaving it out is a miss
+    ("seq0.prefill.layers.99.attn_out", True),
+    ("seq0.decode.0.spec.output_ids", True),  # the model has no drafter
+    ("seq0.prefil.logits_all", False),
+]
+
+
+@pytest.fixture
+def small_case(tmp_path) -> Path:
+    return write_case(tmp_path, config((FULL1,), engram=(), stages=0), [(1, 3, 1)])
+
+
+@pytest.mark.parametrize(("key", "missed"), LEFT_OUT)
+def test_a_key_that_no_check_reads_is_told(small_case, key, missed, capsys):
+    file = small_case / "expected_fp32.safetensors"
+    save_file(load_file(file) | {key: torch.zeros(1, 3)}, file)
+    results = verify_case(settings("numerics=fp32"), small_case)
+    assert results.unread == [key] and results.failed == missed
+    assert "not compared: seq0." in capsys.readouterr().out
+
+
+def test_nothing_compared_is_a_miss(small_case, capsys):
+    save_file({"seq0.unheard.of": torch.zeros(1)}, small_case / "expected_fp32.safetensors")
+    results = verify_case(settings("numerics=fp32"), small_case)
+    assert results.failed == 1 and "not compared: seq0.unheard.of" in capsys.readouterr().out
+
+
+def test_values_for_a_set_without_inputs_are_refused(case):
+    file = case / "expected_fp32.safetensors"
+    save_file(load_file(file) | {"seq1.prefill.logits_last": torch.zeros(1, 128)}, file)
+    with pytest.raises(ValueError, match=r"seq1\.prefill\.logits_last is for a set that has no inputs"):
+        verify_case(settings("numerics=fp32"), case)
+
+
+def test_replay_of_a_prompt_within_the_window_is_refused(case):
+    file = case / "expected_fp32.safetensors"
+    save_file(load_file(file) | {"seq0.replay_after_source.logits_last": torch.zeros(2, 128)}, file)
+    with pytest.raises(ValueError, match="replay needs prompts longer than the window of 16, got 11"):
+        verify_case(settings("numerics=fp32"), case)
