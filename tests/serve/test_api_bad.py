@@ -25,7 +25,10 @@ def ask(path: str, raw: bytes, headers: dict | None = None, **how) -> httpx.Resp
         service, engine = make(text=SHIPPED, **how)
         task = asyncio.create_task(engine.run())
         transport = httpx.ASGITransport(create_app(service), raise_app_exceptions=False)
-        async with asyncio.timeout(20), httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with (
+            asyncio.timeout(20),
+            httpx.AsyncClient(transport=transport, base_url="http://x", verify=False) as http,
+        ):
             answer = await http.post(path, content=raw, headers=headers)
             if answer.status_code >= 400:
                 assert engine.asks == [], "nothing reaches the engine"
@@ -186,7 +189,7 @@ def test_a_body_over_the_limit_is_a_413_whether_it_says_so_or_not():
 
 def test_unknown_paths_and_methods_have_the_same_shape():
     async def go():
-        async with serve() as served, httpx.AsyncClient(base_url=served.url) as http:
+        async with serve() as served, httpx.AsyncClient(base_url=served.url, verify=False) as http:
             for method, path, status in (
                 ("GET", "/x", 404),
                 ("GET", "/v1/completions", 405),
