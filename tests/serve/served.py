@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from scripts.bytetext import ByteText
 from serve.api.app import Ports, Service, create_app
@@ -26,7 +27,7 @@ ANSWER = "Hello, world. "
 class Served:
     url: str
     service: Service
-    engine: FakeEngine
+    engine: Any  # a FakeEngine, or a real one
     port: int
 
     @property
@@ -42,17 +43,25 @@ class Served:
         return answer
 
 
-def make(answer=ANSWER, text: ByteText | Text = BYTES, bounds: Bounds = BOUNDS, engine: dict | None = None, **service):
-    """A service and its engine, not yet running."""
+def make(
+    answer=ANSWER,
+    text: ByteText | Text = BYTES,
+    bounds: Bounds = BOUNDS,
+    engine: dict | None = None,
+    build: Callable | None = None,
+    **service,
+):
+    """A service and its engine, not yet running: a fake one, or that of ``build(mailbox)``."""
     metrics, ids = Metrics(), itertools.count()
     bounds = replace(bounds, vocab_size=text.vocab_size)
     front = Front(bounds, time.monotonic, text.stream, metrics)
     mailbox = Mailbox(front.deliver)
     front.connect(mailbox.send)
     answer = script(answer, text.encode) if isinstance(answer, str) else answer
+    behind = build(mailbox) if build else FakeEngine(mailbox, answer, **(engine or {}))
     ports = Ports(lambda: 1.0, lambda: str(next(ids)), lambda: 7)
     made = Service(front, text, "tiny", metrics, ports, **service)
-    return made, FakeEngine(mailbox, answer, **(engine or {}))
+    return made, behind
 
 
 @asynccontextmanager
@@ -62,13 +71,16 @@ async def serve(*args, clean: bool = True, **how) -> AsyncIterator[Served]:
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     stop = asyncio.Event()
-    tasks = [asyncio.create_task(engine.run()), asyncio.create_task(listen(create_app(service), sock, stop, 1))]
+    turn = lambda: asyncio.sleep(0)  # noqa: E731
+    tasks = [asyncio.create_task(engine.run(turn)), asyncio.create_task(listen(create_app(service), sock, stop, 1))]
     await reachable(port)
     try:
         yield Served(f"http://127.0.0.1:{port}", service, engine, port)
         if clean:
             await asyncio.wait_for(service.front.idle(), 5)
-            assert engine.running == {} and service.front.waiting == 0 and service.front.prompt_tokens == 0
+            assert (
+                not getattr(engine, "running", None) and service.front.waiting == 0 and service.front.prompt_tokens == 0
+            )
     finally:
         stop.set()
         tasks[0].cancel()
@@ -83,11 +95,11 @@ async def reachable(port: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def run(test: Callable) -> None:
+def run(test: Callable, seconds: float = 60) -> None:
     """Run ``async def test()``, with an end."""
 
     async def go():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(seconds):
             await test()
 
     asyncio.run(go())
