@@ -1,7 +1,10 @@
 """The shipped model behind the HTTP server: the official client gets the plain loop's tokens, streamed and not, and a
 client that scores as lm-eval does gets the model's own log-probabilities."""
 
+import asyncio
+import json
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -16,10 +19,12 @@ from scripts.serving import build_engine
 from serve import offline
 from serve.front import Bounds
 from serve.request import Sampling
+from tests.serve import score
 from tests.serve.served import run, serve
 
 PROMPTS = ["def parse_headers(fp):", "class Point:\n    def __init__(self, x, y):", "import"]
 TOKENS = 10
+TASK = Path(__file__).parents[1] / "data" / "lm_eval"
 
 
 @cache
@@ -86,3 +91,29 @@ def test_scoring_by_echo_gives_the_models_log_probabilities():
         assert greedy == (known[:-1].argmax(-1) == torch.tensor(ids[1:])).tolist()
 
     run(go, 300)
+
+
+@pytest.mark.slow
+def test_a_task_scores_over_http_as_in_process():
+    """What lm-eval sends for tests/data/lm_eval, against the same rows by the plain loop's runner."""
+    runner, text = plain()
+    rows = [json.loads(line) for line in (TASK / "next_line.jsonl").read_text().splitlines()]
+
+    async def scored(api: openai.AsyncOpenAI, ids: list[int], context: int) -> float:
+        how = {"model": "tiny", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1, "seed": 1234}
+        told = (await api.completions.create(prompt=ids, **how)).choices[0].logprobs
+        return sum(told.token_logprobs[context:-1])
+
+    async def go():
+        async with serving() as served:
+            api = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=600)
+            right = 0
+            for row in rows:
+                asks = [score.split(text, row["context"], choice) for choice in row["choices"]]
+                sums = await asyncio.gather(*(scored(api, *ask) for ask in asks))
+                right += int(np.argmax(sums)) == row["answer"]
+                assert np.allclose(sums, [score.likelihood(runner, *ask) for ask in asks], rtol=1e-4)
+            await api.close()
+        assert right / len(rows) == score.score(runner, text, rows)["acc"]
+
+    run(go, 900)
