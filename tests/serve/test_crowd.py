@@ -1,4 +1,4 @@
-"""Sustained load with aborts, disconnects and nonsense (tests/serve/load.py), on an engine without a model."""
+"""Sustained load with aborts, disconnects and nonsense (tests/serve/crowd.py), on an engine without a model."""
 
 import asyncio
 import gc
@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from serve.text import Text
-from tests.serve.load import load, resident_mb
+from tests.serve.crowd import crowd, resident_mb
 from tests.serve.served import serve
 
 SHIPPED = Text.load("model/checkpoints/tiny")
@@ -15,10 +15,10 @@ SHIPPED = Text.load("model/checkpoints/tiny")
 def drive(seconds: float, clients: int) -> None:
     async def go() -> None:
         async with serve(text=SHIPPED, engine={"pause_s": 0.02, "most": 2}) as served:
-            await load(served.url, seconds / 4, clients)  # pools and caches fill
+            await crowd(served.url, seconds / 4, clients)  # pools and caches fill
             await served.front.idle()
             before = memory()
-            tally = await load(served.url, seconds, clients)
+            tally = await crowd(served.url, seconds, clients)
             await asyncio.wait_for(served.front.idle(), 10)
             after, metrics = memory(), served.service.metrics
         assert tally.wrong == [] and max(tally.status) < 500, tally

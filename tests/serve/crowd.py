@@ -1,6 +1,6 @@
 """64 clients that stream, abort, go away and talk nonsense, for a while: no 5xx, nothing lost, nothing left.
 
-`python -m tests.serve.load URL SECONDS CLIENTS` drives a server that runs, and prints what came of it.
+`python -m tests.serve.crowd URL SECONDS CLIENTS` drives a server that runs, and prints what came of it.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ async def client(url: str, number: int, until: float, tally: Tally) -> None:
                 tally.wrong.append(repr(error))
 
 
-async def load(url: str, seconds: float, clients: int) -> Tally:
+async def crowd(url: str, seconds: float, clients: int) -> Tally:
     """What came of ``clients`` clients in ``seconds``."""
     tally, until = Tally(), time.monotonic() + seconds
     await asyncio.gather(*(client(url, i, until, tally) for i in range(clients)))
@@ -127,6 +127,6 @@ def resident_mb(pid: int | str = "self") -> float:
 
 
 if __name__ == "__main__":
-    made = asyncio.run(load(sys.argv[1], float(sys.argv[2]), int(sys.argv[3])))
+    made = asyncio.run(crowd(sys.argv[1], float(sys.argv[2]), int(sys.argv[3])))
     print(json.dumps({"status": made.status, "kinds": made.kinds, "wrong": made.wrong[:5]}))
     sys.exit(bool(made.wrong) or any(s >= 500 for s in made.status))
