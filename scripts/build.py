@@ -23,6 +23,7 @@ from parallel import plan
 from parallel.plan import Plan
 from scripts import memory, workloads
 from scripts.bytetext import ByteText
+from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
 from scripts.httpd.settings import Api
 from scripts.mapping import at_least, from_mapping, known
 from scripts.tracking import Track
@@ -36,23 +37,6 @@ CONF = ROOT / "conf"
 SHIPPED = ROOT / "model" / "checkpoints" / "tiny"
 RANDOM = "random"
 MAX_THREADS = 1024
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """Sizes of an evaluation, in tokens and prompts."""
-
-    context: int
-    stride: int
-    batch: int
-    prompts: int
-    prompt_tokens: int
-    temperature: float
-
-    def __post_init__(self):
-        at_least(1, self, ("context", "stride", "batch", "prompts", "prompt_tokens"), "evaluate.")
-        if self.stride > self.context:
-            raise ValueError(f"evaluate.stride must be <= evaluate.context {self.context}, got {self.stride}")
 
 
 @dataclass(frozen=True)
@@ -83,6 +67,9 @@ class Settings:
     golden: str | None
     eval: str
     evaluate: Evaluate
+    needle: Needle
+    agreement: Agreement
+    routing: Routing
     bench: str
     target: str
     model_chosen: bool = False

@@ -1,95 +1,69 @@
 """How good the model is, by the runner that serves it, on text held out from its training.
 
     python -m scripts.evaluate eval=loss         # bits per byte of each held-out piece, beside xz -9e
-    python -m scripts.evaluate eval=acceptance   # accepted tokens a step; drafted output equals undrafted
+    python -m scripts.evaluate eval=needle       # what a first copy far back is worth, by prompt length and depth
+    python -m scripts.evaluate eval=agreement    # KL and top-1 against replay forms, numerics, storage, kernels
+    python -m scripts.evaluate eval=acceptance   # drafts: length, by position, calibration; drafted equals undrafted
+    python -m scripts.evaluate eval=routing      # who chooses which expert, also as a trace: routing.npz
+    python -m scripts.evaluate eval=all          # each of them at a small size, its keys led by its name
 
-Tables go to stdout, progress to stderr, one JSON line ends stdout.
+Tables go to stdout and as CSV with plots into the run's folder, progress to stderr, one JSON line ends stdout.
 """
 
-import json
 import sys
-from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from dataclasses import replace
 
 from scripts.build import Settings, build_runner
 from scripts.entry import entry
-from scripts.evaluation import acceptance, loss
-from scripts.evaluation.acceptance import Tally
-from scripts.progress import progress
-from scripts.report import note_capped
-from scripts.training import corpus
-from serve.request import Sampling
+from scripts.evaluation import acceptance, agreement, loss, needle, routing
+from scripts.evaluation.given import Given, pieces
+
+EVALUATIONS = {
+    "loss": loss.run,
+    "needle": needle.run,
+    "agreement": agreement.run,
+    "acceptance": acceptance.run,
+    "routing": routing.run,
+}
+ALL = "all"
 
 
-def pieces(s: Settings) -> list[bytes]:
-    """The held-out pieces that the checkpoint's ``heldout.json`` lists. Random weights take what training would hold
-    out of this interpreter's library."""
-    if s.random:
-        return corpus.heldout_pieces(corpus.manifest(corpus.collect(corpus.library())))
-    path = Path(s.checkpoint) / "heldout.json"
-    if not path.is_file():
-        raise ValueError(f"no {path}: training writes it beside the weights, and evaluation reads the files it lists")
-    return corpus.heldout_pieces(json.loads(path.read_text(encoding="utf-8")))
-
-
-def evaluate_loss(s: Settings) -> dict:
-    """Bits per byte of model and xz on each piece, and their means."""
-    held, e = pieces(s), s.evaluate
-    runner, text = build_runner(s)
-    loss.check(runner, e.context, e.batch)
-    rows = sum(
-        w.end - w.begin for p in held for w in loss.windows(len(loss.sequence(text, p)) - 1, e.context, e.stride)
+def small(s: Settings) -> Settings:
+    """Sizes of `eval=all`: these or, where it is smaller, what the settings say."""
+    cap = lambda values, **most: replace(values, **{k: min(getattr(values, k), v) for k, v in most.items()})  # noqa: E731
+    e = replace(s.evaluate, bytes=min(s.evaluate.bytes or 8_000, 8_000))
+    short = tuple(n for n in s.needle.lengths if n <= 512) or (min(s.needle.lengths),)
+    return replace(
+        s,
+        max_tokens=min(s.max_tokens, 32),
+        evaluate=cap(e, context=1024, stride=768, prompts=16),
+        needle=replace(cap(s.needle, samples=3), lengths=short),
+        agreement=cap(s.agreement, samples=3),
+        routing=cap(s.routing, prompts=4, max_tokens=16),
     )
-    with progress("bits per byte", rows, "tokens") as advance:
-        model = [loss.bits_per_byte(runner, text, p, e.context, e.stride, e.batch, advance) for p in held]
-    xz = [loss.xz_bits_per_byte(p) for p in held]
-    mean = lambda values: sum(values) / len(values)  # noqa: E731
-    table = Table("held-out piece", "bytes", "bits per byte", "xz -9e")
-    for i, p in enumerate(held):
-        table.add_row(str(i), f"{len(p):,}", f"{model[i]:.4f}", f"{xz[i]:.4f}")
-    table.add_row("mean", "", f"{mean(model):.4f}", f"{mean(xz):.4f}", style="bold")
-    Console().print(table)
-    out = {"bits_per_byte": mean(model), "xz_bits_per_byte": mean(xz)}
-    for i in range(len(held)):
-        out |= {f"bits_per_byte_p{i}": model[i], f"xz_bits_per_byte_p{i}": xz[i]}
-    return out | {"context": e.context, "stride": e.stride}
 
 
-def evaluate_acceptance(s: Settings) -> dict:
-    """Acceptance lengths and the number of prompts whose drafted output differs, greedy and sampled."""
-    held, e = pieces(s), s.evaluate
-    runner, text = build_runner(s)
-    prompts = acceptance.passages(text, held, e.prompts, e.prompt_tokens)
-    note_capped([len(p) for p in prompts], s.max_tokens, runner.context)
-    modes = {"greedy": 0.0, "sampled": e.temperature}
-    tallies, total = {}, Tally()
-    with progress("drafted and undrafted", len(prompts) * len(modes), "prompts") as advance:
-        for name, temperature in modes.items():
-            how = Sampling(s.max_tokens, temperature, s.seed, (text.eos_id,))
-            tallies[name] = acceptance.measure(runner, prompts, how, s.serve.max_batch, advance)
-            total = total.plus(tallies[name])
-    table = Table("", "tokens a step", "outside loops", "tokens in loops", "mismatches")
-    show = lambda v: "-" if v is None else f"{v:.3f}"  # noqa: E731
-    for name, tally in {**tallies, "both": total}.items():
-        table.add_row(name, *map(show, tally.figures().values()), str(tally.mismatches))
-    Console().print(table)
-    out = total.figures() | {"mismatches": total.mismatches, "prompts": len(prompts), "tokens": total.tokens}
-    for name, tally in tallies.items():
-        out |= tally.figures(f"_{name}")
-    return out | {"max_tokens": s.max_tokens, "temperature": e.temperature}
-
-
-EVALUATIONS = {"loss": evaluate_loss, "acceptance": evaluate_acceptance}
+def everything(g: Given) -> dict:
+    """Every evaluation, one flat result. Mismatches keep their bare name too: they fail the run."""
+    out, bad = {}, 0
+    for name, evaluation in EVALUATIONS.items():
+        print(f"{name}:", flush=True)
+        found = evaluation(g)
+        bad += found.get("mismatches", 0)
+        out |= {f"{name}_{key}": value for key, value in found.items()}
+    return out | {"mismatches": bad}
 
 
 def run(s: Settings) -> dict:
-    if s.eval not in EVALUATIONS:
-        raise ValueError(f"eval must be one of {', '.join(EVALUATIONS)}, got {s.eval!r}")
+    known = (*EVALUATIONS, ALL)
+    if s.eval not in known:
+        raise ValueError(f"eval must be one of {', '.join(known)}, got {s.eval!r}")
     print(f"evaluating {s.checkpoint} ({s.numerics}) ...", file=sys.stderr)
-    about = {"checkpoint": s.checkpoint, "numerics": s.numerics, "cache": s.cache}
-    return EVALUATIONS[s.eval](s) | about
+    s = small(s) if s.eval == ALL else s
+    runner, text = build_runner(s)
+    g = Given(s, runner, text, pieces(s))
+    found = everything(g) if s.eval == ALL else EVALUATIONS[s.eval](g)
+    return found | {"checkpoint": s.checkpoint, "numerics": s.numerics, "cache": s.cache}
 
 
 if __name__ == "__main__":

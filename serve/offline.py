@@ -29,6 +29,17 @@ class Completion:
     finish: str = ""
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of a block of drafts: it kept the first ``kept``. ``confidence``: the drafter's logit that
+    each draft is kept if all before it are."""
+
+    index: int
+    drafts: list[int]
+    confidence: list[float]
+    kept: int
+
+
 @dataclass
 class Running:
     """One prompt on its way: the tokens known so far, of which ``computed`` are in the cache."""
@@ -54,8 +65,10 @@ def generate(
     sampling: Sequence[Sampling],
     speculate: bool = False,
     on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_verdict: Callable[[Verdict], None] | None = None,
 ) -> list[Completion]:
-    """Complete each prompt [n] int64; ``on_tokens(index, new ids)`` is called as tokens come.
+    """Complete each prompt [n] int64; ``on_tokens(index, new ids)`` is called as tokens come, ``on_verdict`` for each
+    block of drafts.
 
     Raises ValueError, before anything runs, for a prompt that is empty, too long or holds an unknown id, and for
     ``speculate`` without a drafter.
@@ -71,7 +84,7 @@ def generate(
         _prefill(runner, group, on_tokens)
         active = [s for s in group if not s.done.finish]
         while active:
-            _decode(runner, active, speculate, on_tokens)
+            _decode(runner, active, speculate, on_tokens, on_verdict)
             active = [s for s in active if not s.done.finish]
     return done
 
@@ -120,23 +133,27 @@ def _prefill(runner: Runner, group: list[Running], on_tokens: Callable | None) -
         pending = [s for s in pending if s.computed < s.prompt]
 
 
-def _decode(runner: Runner, active: list[Running], speculate: bool, on_tokens: Callable | None) -> None:
+def _decode(
+    runner: Runner, active: list[Running], speculate: bool, on_tokens: Callable | None, on_verdict: Callable | None
+) -> None:
     """One step of every active sequence: its newest token, and the drafts to verify after it."""
-    drafts = _draft(runner, active) if speculate else [[] for _ in active]
+    drafts, sure = _draft(runner, active) if speculate else ([[] for _ in active], [[] for _ in active])
     room = [runner.context - len(s.tokens) for s in active]
     drafts = [d[:r] for d, r in zip(drafts, room, strict=True)]
     spans = [s.span(len(s.tokens), d) for s, d in zip(active, drafts, strict=True)]
     counts = [len(d) + 1 for d in drafts]
     logits, _ = runner.step(spans, torch.arange(sum(counts)))
-    for s, draft, picks in zip(active, drafts, _draw(logits, active, counts), strict=True):
+    for s, draft, c, picks in zip(active, drafts, sure, _draw(logits, active, counts), strict=True):
         kept = next((i for i, token in enumerate(draft) if token != picks[i]), len(draft))
         s.computed = len(s.tokens) + kept
         s.done.steps += 1
+        if draft and on_verdict is not None:
+            on_verdict(Verdict(s.index, draft, c[: len(draft)], kept))
         _accept(runner, s, picks[: kept + 1], on_tokens)
 
 
-def _draft(runner: Runner, active: list[Running]) -> list[list[int]]:
-    """A block of drafts for each sequence, drawn with the noise that will verify them."""
+def _draft(runner: Runner, active: list[Running]) -> tuple[list[list[int]], list[list[float]]]:
+    """A block of drafts for each sequence, drawn with the noise that will verify them, and the drafter's confidence."""
     seeds, temperature = _settings(active)
     positions = torch.tensor([len(s.tokens) - 1 for s in active])
     places = positions.unsqueeze(-1) + 1 + torch.arange(runner.block)
@@ -151,7 +168,8 @@ def _draft(runner: Runner, active: list[Running]) -> list[list[int]]:
         inv_temperature=sample.inverse(temperature),
         noise=noise,
     )
-    return runner.draft(batch).tokens.tolist()
+    made = runner.draft(batch)
+    return made.tokens.tolist(), made.confidence.tolist()
 
 
 def _draw(logits: Tensor, active: list[Running], counts: list[int]) -> list[list[int]]:

@@ -5,7 +5,12 @@ from dataclasses import astuple, dataclass, field
 
 import numpy as np
 
+from scripts import report
+from scripts.evaluation import calibration
+from scripts.evaluation.given import Given, groups
+from scripts.progress import progress
 from serve import offline
+from serve.offline import Verdict
 from serve.request import Sampling
 from serve.runner import Runner
 
@@ -84,17 +89,38 @@ class Steps:
 
 def measure(
     runner: Runner, prompts: Sequence[np.ndarray], sampling: Sampling, batch: int, advance: Callable[[int], None]
-) -> Tally:
+) -> tuple[Tally, list[Verdict]]:
     """Complete every prompt drafted and undrafted; ``advance`` is told of prompts done. A mismatch is a prompt whose
-    two completions differ."""
-    tally = Tally()
-    for first in range(0, len(prompts), batch):
-        group = prompts[first : first + batch]
+    two completions differ. Also what became of each block of drafts."""
+    tally, verdicts = Tally(), []
+    for group in groups(prompts, batch, advance):
         steps = Steps()
-        drafted = offline.generate(runner, group, [sampling] * len(group), True, steps.take)
+        drafted = offline.generate(runner, group, [sampling] * len(group), True, steps.take, verdicts.append)
         undrafted = offline.generate(runner, group, [sampling] * len(group), False)
         for i, (one, other) in enumerate(zip(drafted, undrafted, strict=True)):
             tally.add(steps.emitted.get(i, []))
             tally.mismatches += (one.tokens, one.finish) != (other.tokens, other.finish)
-        advance(len(group))
-    return tally
+    return tally, verdicts
+
+
+def run(g: Given) -> dict:
+    """Acceptance lengths and the number of prompts whose drafted output differs, greedy and sampled; acceptance by
+    position, and whether the drafter knows (calibration.py)."""
+    s, e = g.settings, g.settings.evaluate
+    prompts = passages(g.text, g.held, e.prompts, e.prompt_tokens)
+    report.note_capped([len(p) for p in prompts], s.max_tokens, g.runner.context)
+    modes = {"greedy": 0.0, "sampled": e.temperature}
+    tallies, total, verdicts = {}, Tally(), []
+    with progress("drafted and undrafted", len(prompts) * len(modes), "prompts") as advance:
+        for name, temperature in modes.items():
+            how = Sampling(s.max_tokens, temperature, s.seed, (g.text.eos_id,))
+            tallies[name], found = measure(g.runner, prompts, how, s.serve.max_batch, advance)
+            total, verdicts = total.plus(tallies[name]), verdicts + found
+    heads = ("", "tokens a step", "outside loops", "tokens in loops", "mismatches")
+    rows = [(name, *t.figures().values(), t.mismatches) for name, t in {**tallies, "both": total}.items()]
+    report.table("acceptance", heads, rows)
+    out = total.figures() | {"mismatches": total.mismatches, "prompts": len(prompts), "tokens": total.tokens}
+    for name, tally in tallies.items():
+        out |= tally.figures(f"_{name}")
+    out |= calibration.judge(verdicts, g.runner.block)
+    return out | {"max_tokens": s.max_tokens, "temperature": e.temperature}

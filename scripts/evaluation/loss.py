@@ -12,6 +12,9 @@ import numpy as np
 import torch
 
 from model.pack import Span
+from scripts import report
+from scripts.evaluation.given import Given
+from scripts.progress import progress
 from serve.runner import Runner
 
 CHUNK_TOKENS = 512  # of one window in a step
@@ -104,3 +107,22 @@ def xz_bits_per_byte(piece: bytes) -> float:
     """What `xz -9e` makes of the piece, its container included."""
     packed = lzma.compress(piece, format=lzma.FORMAT_XZ, preset=9 | lzma.PRESET_EXTREME)
     return 8 * len(packed) / len(piece)
+
+
+def run(g: Given) -> dict:
+    """Bits per byte of model and xz on each piece, and their means."""
+    e, runner, text = g.settings.evaluate, g.runner, g.text
+    check(runner, e.context, e.batch)
+    rows = sum(w.end - w.begin for p in g.held for w in windows(len(sequence(text, p)) - 1, e.context, e.stride))
+    with progress("bits per byte", rows, "tokens") as advance:
+        model = [bits_per_byte(runner, text, p, e.context, e.stride, e.batch, advance) for p in g.held]
+    xz = [xz_bits_per_byte(p) for p in g.held]
+    mean = lambda values: sum(values) / len(values)  # noqa: E731
+    rows = [(str(i), len(p), model[i], xz[i]) for i, p in enumerate(g.held)]
+    report.table(
+        "loss", ("held-out piece", "bytes", "bits per byte", "xz -9e"), [*rows, ("mean", None, mean(model), mean(xz))]
+    )
+    out = {"bits_per_byte": mean(model), "xz_bits_per_byte": mean(xz)}
+    for i in range(len(g.held)):
+        out |= {f"bits_per_byte_p{i}": model[i], f"xz_bits_per_byte_p{i}": xz[i]}
+    return out | {"context": e.context, "stride": e.stride}

@@ -1,5 +1,6 @@
 """Evaluations: every byte counted once, loops found, the same text drafted and undrafted."""
 
+import json
 import shutil
 import subprocess
 
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.pack import Span
-from scripts import build, evaluate
+from scripts import build, evaluate, report
 from scripts.bytetext import ByteText
 from scripts.evaluation import acceptance, loss
+from scripts.evaluation.given import pieces
 from serve.request import Sampling
 from tests.scripts.test_generate import settings as configure
 
@@ -91,29 +93,76 @@ def test_drafted_equals_undrafted(runner, temperature):
     prompts = acceptance.passages(TEXT, [b"first\nsecond line\nthird one\n" * 9], 3, 12)
     assert [len(p) for p in prompts] == [13] * 3 and all(p[0] == TEXT.bos_id for p in prompts)
     done = []
-    tally = acceptance.measure(runner, prompts, Sampling(6, temperature, 3), 2, done.append)
+    tally, verdicts = acceptance.measure(runner, prompts, Sampling(6, temperature, 3), 2, done.append)
     assert tally.mismatches == 0 and done == [2, 1] and tally.steps > 0
+    assert len(verdicts) == tally.steps and all(0 <= v.kept <= len(v.drafts) == len(v.confidence) for v in verdicts)
 
 
-@pytest.mark.parametrize("kind", ["loss", "acceptance"])
-def test_the_whole_command(kind, runner, monkeypatch, capsys):
-    held = [b"import os\nimport sys\n", b"def f(n):\n    return n\n", b"x = 1\ny = 2\n"]
-    monkeypatch.setattr(evaluate, "pieces", lambda s: held)
+HELD = [b"import os\nimport sys\n" * 12, b"def f(n):\n    return n\n" * 12, b"x = 1\ny = 2\n" * 12]
+SMALL = (
+    *(
+        "evaluate.context=32",
+        "evaluate.stride=16",
+        "evaluate.prompts=2",
+        "evaluate.prompt_tokens=4",
+        "evaluate.bytes=40",
+    ),
+    *("needle.lengths=[90]", "needle.depths=[0.0]", "needle.samples=1", "needle.letters=3"),
+    *("agreement.against=[self,decoder_replay]", "agreement.samples=1", "agreement.prompt=80", "agreement.tail=2"),
+    *("agreement.hit=64", "routing.prompts=2", "routing.prompt_tokens=6", "routing.max_tokens=2"),
+    *("routing.ranks=[2]", "serve.max_batch=4", "serve.pages=16"),
+)
+
+
+@pytest.fixture
+def command(runner, monkeypatch, tmp_path):
+    """`evaluate.run` in a run folder, on the small runner."""
+    monkeypatch.setattr(evaluate, "pieces", lambda s: HELD)
     monkeypatch.setattr(evaluate, "build_runner", lambda s: (runner, TEXT))
-    small = ("evaluate.context=32", "evaluate.stride=16", "evaluate.prompts=2", "evaluate.prompt_tokens=4")
-    result = evaluate.run(configure(f"eval={kind}", *small))
-    if kind == "loss":
-        parts = [result[f"bits_per_byte_p{i}"] for i in range(3)]
-        assert result["bits_per_byte"] == pytest.approx(sum(parts) / 3) and min(parts) > 5
-        assert result["xz_bits_per_byte_p2"] == loss.xz_bits_per_byte(held[2])
-    else:
-        assert result["mismatches"] == 0 and result["prompts"] == 2
-        assert {"acceptance_length", "acceptance_length_outside_loops", "acceptance_length_sampled"} <= set(result)
-    assert "mean" in capsys.readouterr().out or kind == "acceptance"
+    monkeypatch.setattr(report, "run_folder", lambda: tmp_path)
+    return lambda *overrides: evaluate.run(configure(*SMALL, *overrides))
+
+
+def test_loss(command, tmp_path, capsys):
+    result = command("eval=loss")
+    parts = [result[f"bits_per_byte_p{i}"] for i in range(3)]
+    assert result["bits_per_byte"] == pytest.approx(sum(parts) / 3) and min(parts) > 5
+    assert result["xz_bits_per_byte_p2"] == loss.xz_bits_per_byte(HELD[2])
+    assert "mean" in capsys.readouterr().out and (tmp_path / "loss.csv").is_file()
+
+
+def test_everything_is_one_flat_result(command, tmp_path):
+    result = command("eval=all")
+    wanted = ("loss_bits_per_byte", "needle_needle_gain_90", "agreement_kl_decoder_replay", "acceptance_ece")
+    assert {*wanted, "routing_balancedness_r2", "mismatches"} <= set(result)
+    assert result["mismatches"] == result["acceptance_mismatches"] == 0
+    assert result["agreement_kl_self"] == 0 and result["agreement_top1_self"] == 1
+    assert all(isinstance(v, (int, float, str, type(None))) for v in result.values())
+    assert {p.stem for p in tmp_path.glob("*.png")} == {"needle", "acceptance", "routing"}
+    tables = {"loss", "needle", "agreement", "acceptance", "positions", "reliability", "balancedness", "routing"}
+    assert {p.stem for p in tmp_path.glob("*.csv")} == tables
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
 
 
 def test_what_evaluate_refuses(tmp_path):
-    with pytest.raises(ValueError, match="eval must be one of loss, acceptance, got 'speed'"):
+    with pytest.raises(ValueError, match=r"eval must be one of loss, needle, agreement, .*, all, got 'speed'"):
         evaluate.run(configure("eval=speed"))
     with pytest.raises(ValueError, match=r"no .*heldout.json: training writes it"):
-        evaluate.pieces(configure(f"checkpoint={tmp_path}"))
+        pieces(configure(f"checkpoint={tmp_path}"))
+
+
+BAD = [
+    ("evaluate.bytes=0", "evaluate.bytes must be >= 1 or null"),
+    ("needle.depths=[2.0]", "needle.depths must lie in 0..1, got 2.0"),
+    ("needle.lengths=[]", "must not be empty"),
+    ("agreement.hit=768", "agreement.hit must be < agreement.prompt 768"),
+    ("agreement.against=[]", "agreement.against is empty"),
+    ("routing.ranks=[0]", "routing.ranks must be >= 1"),
+    ("routing.prompts=0", "routing.prompts must be >= 1"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), BAD, ids=[b[0] for b in BAD])
+def test_sizes_that_cannot_be(override, message):
+    with pytest.raises(ValueError, match=message):
+        configure(override)

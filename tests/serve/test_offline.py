@@ -46,7 +46,7 @@ def oracle(r: Runner, found: list[Completion], right) -> Runner:
             rest = found[slot - 1].tokens[position + 1 - len(prompt) :] + [0] * r.block
             good = right(position)
             drafts.append([t if i < good else (t + 1) % VOCAB for i, t in enumerate(rest[: r.block])])
-        return Draft(torch.tensor(drafts), torch.empty(0), torch.empty(0))
+        return Draft(torch.tensor(drafts), torch.empty(0), torch.zeros(len(drafts), r.block))
 
     clone = object.__new__(Runner)
     clone.__dict__.update(r.__dict__, draft=draft)
@@ -71,6 +71,20 @@ def test_accepted_drafts_save_steps_and_change_no_token(r, plain, how, right):
         assert -(-before.steps // most) <= after.steps <= before.steps
     if right(0) == 99:
         assert [c.steps for c in got] == [-(-c.steps // (r.block + 1)) for c in want]
+
+
+def test_verdicts_tell_what_was_kept(r, plain):
+    """One a step; ``kept`` and the target's own token make up what the step gave."""
+    verdicts, steps = [], []
+    clone = oracle(r, plain["greedy"], lambda p: p % 4)
+    generate(clone, PROMPTS, GREEDY, True, lambda i, new: steps.append((i, new)), verdicts.append)
+    given = {}
+    for i, new in steps[len(PROMPTS) :]:  # after the prefill's
+        given.setdefault(i, []).append(new)
+    for i, own in given.items():
+        mine = [v for v in verdicts if v.index == i]
+        assert all(len(v.confidence) == len(v.drafts) for v in mine)
+        assert [v.drafts[: v.kept] for v in mine[:-1]] == [new[:-1] for new in own[:-1]]
 
 
 @settings
