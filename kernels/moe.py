@@ -11,10 +11,6 @@ from kernels import quant
 from kernels.registry import op
 from kernels.steady import softplus
 
-# Measured on a CPU with 16 experts: where more than 4 choices are made, by up to 64 rows, running all experts on all
-# rows costs less than running them one by one.
-DENSE_CHOICES, DENSE_ROWS, DENSE_EXPERTS = 4, 64, 32
-
 
 @op
 def route(x: Tensor, weight: Tensor, bias: Tensor, k: int, scaling: float) -> tuple[Tensor, Tensor]:
@@ -74,21 +70,30 @@ def grouped_mlp(
     return out.view(*ids.shape, -1)
 
 
-@grouped_mlp.backend("compile")
-def dense_mlp(x: Tensor, ids: Tensor, weights: Tensor, *rest: Tensor | float | None) -> Tensor:
-    """Few rows and weights ready for use: every expert on every row in three products, which then are cheaper than the
-    calls of a loop. Else the loop. Same bits."""
-    w1, s1, w3, _, w2, _, limit, quantise, pad = rest
-    experts = w1.shape[0]
-    loop = x.shape[0] < pad or x.shape[0] > DENSE_ROWS or int((ids < experts).sum()) <= DENSE_CHOICES
-    if s1 is not None or experts > DENSE_EXPERTS or loop:
-        return grouped_mlp.body(x, ids, weights, *rest)
+@grouped_mlp.backend("dense")
+def dense_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    s1: Tensor | None,
+    w3: Tensor,
+    s3: Tensor | None,
+    w2: Tensor,
+    s2: Tensor | None,
+    limit: float,
+    quantise: bool,
+    pad: int,
+) -> Tensor:
+    """Every expert on every row in three products, of which each row takes its own: no shape depends on data, so a
+    graph holds all of it. The loop's bits where there are ``pad`` rows or more."""
+    experts, dtype = w1.shape[0], x.dtype
+    w1, w3, w2 = (w if s is None else quant.dequantise_fp4(w, s, dtype) for w, s in ((w1, s1), (w3, s3), (w2, s2)))
     rows = quant.fake_fp8(x) if quantise else x
     gate = F.linear(rows, w1.flatten(0, 1)).float().clamp(max=limit)
     up = F.linear(rows, w3.flatten(0, 1)).float().clamp(-limit, limit)
-    share = x.new_zeros((x.shape[0], experts + 1), dtype=torch.float32).scatter_(1, ids, weights)[:, :experts]
-    hidden = (F.silu(gate) * up).unflatten(1, (experts, -1)) * share.unsqueeze(-1)
-    hidden = hidden.to(x.dtype)
+    share = x.new_zeros((x.shape[0], experts + 1), dtype=torch.float32).scatter(1, ids, weights)[:, :experts]
+    hidden = ((F.silu(gate) * up).unflatten(1, (experts, -1)) * share.unsqueeze(-1)).to(dtype)
     hidden = (quant.fake_fp8(hidden) if quantise else hidden).transpose(0, 1)
     y = F.pad(torch.bmm(hidden, w2.transpose(1, 2)), (0, 0, 0, 0, 0, 1))  # [E + 1, N, D], zeros for no expert
     return y[ids, torch.arange(x.shape[0], device=x.device).unsqueeze(-1)]

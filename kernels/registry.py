@@ -18,9 +18,10 @@ import torch
 
 OPS: dict[str, "Op"] = {}
 
-# Of torch.compile, here and in the runner: a value rounded to bf16 between two fused operations stays rounded, as the
-# model's numerics say. Without it Inductor keeps such values in fp32, and `qat` is another model.
-COMPILE_OPTIONS = {"emulate_precision_casts": True}
+# Of torch.compile, here and in the runner. A value rounded to bf16 between two fused operations stays rounded, as the
+# model's numerics say; without it Inductor keeps such values in fp32, and `qat` is another model. Reads stay where they
+# are traced; else Inductor moves those of a pool behind a later write to it, and then copies the whole pool twice.
+COMPILE_OPTIONS = {"emulate_precision_casts": True, "reorder_for_locality": False}
 
 
 class Op:
@@ -35,11 +36,7 @@ class Op:
             self.traced = body
             self.impls["compile"] = torch.compile(body, fullgraph=True, dynamic=True, options=COMPILE_OPTIONS)
         else:
-            self.eager = body  # what a graph that calls this op runs
-            schema = torch.library.infer_schema(body, mutates_args=mutates)
-            name = f"racklab::{self.name}"
-            run = lambda *args: self.eager(*args)  # noqa: E731
-            self.traced = torch.library.custom_op(name, run, mutates_args=mutates, schema=schema)
+            self.traced = torch.library.custom_op(f"racklab::{self.name}", body, mutates_args=mutates)
             self.traced.register_fake(opaque)
             self.impls["compile"] = self.traced
         self.examples: Callable[[], list[tuple]] = list
@@ -50,13 +47,10 @@ class Op:
         return self.impls[backend](*args)
 
     def backend(self, name: str) -> Callable:
-        """Register a body with the same contract under ``name``; for an opaque op ``compile`` is what graphs call."""
+        """Register a body with the same contract under ``name``."""
 
         def register(body: Callable) -> Callable:
-            if name == "compile" and hasattr(self, "eager"):
-                self.eager = body
-            else:
-                self.impls[name] = body
+            self.impls[name] = body
             return body
 
         return register

@@ -114,7 +114,8 @@ def think(
 ) -> Carry:  # fmt: skip
     """The second half of a layer: experts on the streams x [N, C, D] that attention gave."""
     second = jit(mhc.mix, cfg, rt)(p.hc_ffn, x)
-    experts = jit(expert_half, cfg, rt, cfg.num_experts_per_tok, cfg.n_routed_experts)
+    fitted = moe.fitted(rt, p.ffn, x.shape[0])
+    experts = jit(expert_half, cfg, fitted, cfg.num_experts_per_tok, cfg.n_routed_experts)
     x = experts(p.ffn_norm, p.ffn, first.pre, second, x, view.valid, cache.load, at.layer)
     return Carry(x=x, pre=second.pre, topk_idxs=topk_idxs, blocks=blocks)
 

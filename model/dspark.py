@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.linear import linear, quant_linear, rms_norm
 from kernels.mhc import mhc_collapse, mhc_post
 from kernels.rows import store_window
-from model import attention, block, mhc, tree
+from model import attention, block, mhc, moe, tree
 from model.batch import View, rope
 from model.cache import Address, Cache, Layout
 from model.config import LayerKind, ModelConfig
@@ -180,12 +180,13 @@ def draft(
     """Draft k tokens for each sequence: every stage sees context rows <= anchor - 1 and all k rows of the block."""
     x, pre, view = jit(open_block, cfg, layout)(freqs, embed, batch)
     mix, attend = jit(mhc.mix, cfg, rt), jit(attention_half, cfg, rt, layout)
-    think = jit(block.expert_half, cfg, rt, cfg.dspark_num_experts_per_tok, cfg.dspark_n_routed_experts)
+    experts = cfg.dspark_num_experts_per_tok, cfg.dspark_n_routed_experts
     for s, where in zip(p, at, strict=True):
         b = s.block
         first = mix(b.hc_attn, x)
         x = attend(b.attn_norm, b.attn, first, where, view, cache, pre, x)
         second = mix(b.hc_ffn, x)
+        think = jit(block.expert_half, cfg, moe.fitted(rt, b.ffn, x.shape[0]), *experts)
         x = think(b.ffn_norm, b.ffn, first.pre, second, x, view.valid, cache.load, where.layer)
         pre = second.pre
     return jit(close_block, cfg, rt)(p[-1], head, batch, pre, x)

@@ -18,11 +18,19 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.fx.experimental import _config as shape_config
 from torch.utils._pytree import tree_leaves
 
-from model import dspark, transformer
+from model import dspark, moe, transformer
 from model.batch import Batch
 from model.dspark import Draft, DraftBatch
 from model.pack import ROW_MULTIPLE, Rows, Span, pack, pack_rows
 from model.transformer import Model, Trim
+
+
+def passed(guards: Sequence[Any]) -> list[bool]:
+    """Which of Dynamo's guards to check at each call: those of what the call passes, and of torch's own state.
+
+    The other four fifths are of globals, which are code, and of static arguments, which a function's key holds.
+    """
+    return [guard.name.startswith("args") or not guard.name for guard in guards]
 
 
 def compiler(options: dict[str, bool]) -> Callable:
@@ -39,7 +47,7 @@ def compiler(options: dict[str, bool]) -> Callable:
             # Dynamo keeps its graphs by code object; a copy per key keeps one kind's graphs from counting for another.
             code = bound.__code__.replace(co_name=f"{fn.__module__}.{fn.__name__}".replace(".", "_"))
             copy = FunctionType(code, bound.__globals__, code.co_name, None, bound.__closure__)
-            cache[key] = torch.compile(copy, fullgraph=True, options=options)
+            cache[key] = torch.compile(copy, fullgraph=True, options={**options, "guard_filter_fn": passed})
         return cache[key]
 
     return jit
@@ -146,15 +154,15 @@ class Runner:
 
     @torch.no_grad()
     def warm(self) -> None:
-        """Compile every graph on scratch memory, all lengths dynamic."""
+        """Compile every graph on scratch memory, all lengths dynamic: those of few rows, and what many rows add."""
         model, jit = self.model, self.model.jit
-        spans = [Span(np.zeros(n, np.int64), start=0, slot=0, pages=(0,) * 3) for n in (3, 9)]
-        batch = mark(self.pack(spans))
         self.model = replace(model, jit=lambda fn, *static: functools.partial(_marked, jit(fn, *static)))
         with shape_config.patch(use_duck_shape=False):
-            transformer.forward(self.model, self.cache, batch, mark(torch.arange(11) % 8))
-            if self.block:
-                self._draft(mark(dummy_draft(model, 6)))
+            for rows in (16, moe.DENSE_ROWS + 16):
+                spans = [Span(np.zeros(n, np.int64), start=0, slot=0, pages=(0,) * 3) for n in (3, rows - 3)]
+                transformer.forward(self.model, self.cache, mark(self.pack(spans)), mark(torch.arange(11) % 8))
+                if self.block:
+                    self._draft(mark(dummy_draft(model, 2 * -(-rows // (2 * self.block)))))
         self.model = model
 
 

@@ -151,6 +151,16 @@ def test_a_row_does_not_know_how_many_chose_its_expert(dtype, pad):
         assert torch.equal(grouped_mlp(x[:n], ids[:n], weights[:n], *w, 10.0, quantise, pad), whole[:n])
 
 
+@pytest.mark.parametrize(("dtype", "pad"), [(torch.float32, 16), (torch.bfloat16, 4)])
+def test_all_experts_on_all_rows_give_the_bits_of_the_loop(dtype, pad):
+    torch.manual_seed(3)
+    w = [v for s in ((16, 32, 64), (16, 32, 64), (16, 64, 32)) for v in (torch.randn(s).to(dtype) / 8, None)]
+    for n in (16, 24, 64):
+        ids = torch.stack([torch.randperm(17)[:2] for _ in range(n)])  # id 16: no expert
+        args = (torch.randn(n, 64).to(dtype), ids, torch.rand(n, 2), *w, 10.0, dtype is torch.bfloat16, pad)
+        assert torch.equal(grouped_mlp(*args, backend="dense"), grouped_mlp(*args))
+
+
 def test_route_chooses_by_bias_and_weighs_without():
     x, weight = torch.randn(5, 32), torch.randn(8, 32)
     bias = torch.zeros(8)
