@@ -1,6 +1,7 @@
 """From settings to an engine: the policy's file, limits of model and cache, and the loop over real ports."""
 
 import importlib
+import inspect
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,8 @@ from serve.text import Text
 
 
 def build_policy(policy: Policy) -> Callable:
-    """The `key` of serve/policies/NAME.py with the YAML's options. Raises ValueError if there is none."""
+    """The `key` of serve/policies/NAME.py with the YAML's options. Raises ValueError if there is none, or for an option
+    that it does not take."""
     name = f"serve.policies.{policy.name}"
     try:
         key = importlib.import_module(name).key
@@ -27,6 +29,11 @@ def build_policy(policy: Policy) -> Callable:
         raise ValueError(
             f"serve.policy.name={policy.name}: serve/policies/{policy.name}.py must be there and define `key` ({error})"
         ) from None
+    takes = list(inspect.signature(key).parameters)[2:]  # after the sequence and `cached`
+    for option in policy.options:
+        if option not in takes:
+            known = ", ".join(takes) or "none"
+            raise ValueError(f"unknown key serve.policy.options.{option}; {policy.name} takes: {known}")
     return partial(key, **policy.options)
 
 

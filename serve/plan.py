@@ -48,6 +48,7 @@ class Plan:
         self.slots = np.concatenate((self.decode, np.array(waiting, np.int64))) if waiting else self.decode
         self.handles = self.table.handle[self.slots]
         self.epochs = self.table.epoch[self.slots]
+        self.moves = self.table.moves
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -57,14 +58,18 @@ class Plan:
         """Most rows the step can have."""
         return len(self.decode) * (1 + self.drafts) + sum(p.count for p in self.prefills)
 
+    @property
+    def whole(self) -> bool:
+        """Whether nobody came or went since it was made. If False, it may still be as good as new."""
+        return self.table.moves == self.moves
+
     def live(self) -> np.ndarray:
         """[R] bool: which of its sequences are still there, as they were when the plan was made."""
         return (self.table.handle[self.slots] == self.handles) & (self.table.epoch[self.slots] == self.epochs)
 
     def without_ended(self) -> "Plan":
         """The plan without sequences that ended since it was made."""
-        live = self.live()
-        if live.all():
+        if self.whole or (live := self.live()).all():
             return self
         n = len(self.decode)
         prefills = [p for p, alive in zip(self.prefills, live[n:], strict=True) if alive]

@@ -1,11 +1,12 @@
 """The waiting line: who is next by a policy, with a bound on how long anyone waits."""
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
-from heapq import heappop, heappush
+from itertools import islice
 
 from serve.sequence import Sequence
 
-SCAN = 64  # sequences, the oldest, that a policy whose keys change looks at
+SCAN = 32  # sequences, the oldest, that a policy whose keys change looks at
 
 
 class Queue:
@@ -17,41 +18,37 @@ class Queue:
 
     def __init__(self, key: Callable[[Sequence], tuple], rekey: bool, max_wait: int):
         self._key, self._rekey, self._max_wait = key, rekey, max_wait
-        self._waiting: dict[int, Sequence] = {}  # by handle, in order of joining
-        self._heap: list[tuple[tuple, int, Sequence]] = []
+        self._waiting: dict[int, tuple[tuple, Sequence]] = {}  # by handle, with the key it came with
+        self._line: list[tuple[int, Sequence]] = []  # by arrival, one that was preempted where it was before
+        self._ranked: list[tuple[tuple, int, Sequence]] = []  # by key; empty with rekey
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self):
-        return iter(self._waiting.values())
-
     def get(self, handle: int) -> Sequence | None:
-        return self._waiting.get(handle)
+        return self._waiting[handle][1] if handle in self._waiting else None
 
-    def push(self, sequence: Sequence, first: bool = False) -> None:
-        """Join the line; ``first`` among those that wait too long, for one that was preempted."""
-        if first:
-            self._waiting = {sequence.handle: sequence, **self._waiting}
-        else:
-            self._waiting[sequence.handle] = sequence
+    def push(self, sequence: Sequence) -> None:
+        """Join the line."""
+        key = () if self._rekey else self._key(sequence)
+        self._waiting[sequence.handle] = (key, sequence)
+        insort(self._line, (sequence.order, sequence))
         if not self._rekey:
-            heappush(self._heap, (self._key(sequence), sequence.order, sequence))
+            insort(self._ranked, (key, sequence.order, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take it off the line; its entry in the heap is skipped later."""
-        del self._waiting[sequence.handle]
+        key, _ = self._waiting.pop(sequence.handle)
+        del self._line[bisect_left(self._line, (sequence.order,))]
+        if not self._rekey:
+            del self._ranked[bisect_left(self._ranked, (key, sequence.order))]
 
     def head(self, step: int) -> Sequence | None:
         """Who goes next, still in line."""
-        if not self._waiting:
+        if not self._line:
             return None
-        oldest = next(iter(self._waiting.values()))
+        oldest = self._line[0][1]
         if step - oldest.since >= self._max_wait:
             return oldest
         if self._rekey:
-            near = [s for s, _ in zip(self._waiting.values(), range(SCAN), strict=False)]
-            return min(near, key=lambda s: (self._key(s), s.order))
-        while self._waiting.get(self._heap[0][2].handle) is not self._heap[0][2]:
-            heappop(self._heap)
-        return self._heap[0][2]
+            return min(islice(self._line, SCAN), key=lambda one: (self._key(one[1]), one[0]))[1]
+        return self._ranked[0][2]

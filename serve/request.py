@@ -77,6 +77,10 @@ class Logprobs:
     ids: np.ndarray  # [n, k] int32 most probable tokens, best first
     values: np.ndarray  # [n, k] fp32
 
+    def cut(self, begin: int, end: int | None = None) -> "Logprobs":
+        """Those of tokens [begin, end)."""
+        return Logprobs(self.chosen[begin:end], self.ids[begin:end], self.values[begin:end])
+
 
 @dataclass(frozen=True)
 class Finish:

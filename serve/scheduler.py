@@ -13,10 +13,12 @@ from serve.limits import Limits
 from serve.pages import Pages
 from serve.plan import Copy, Drawn, Plan, Prefill
 from serve.queue import Queue
-from serve.request import Abort, Ask, Finish, Outputs
+from serve.request import Abort, Ask, Finish, Logprobs, Outputs
 from serve.sequence import Sequence
-from serve.table import Table
+from serve.table import NEVER, Table
 from serve.windows import Resume, Tails, WindowRule
+
+NAMED_TOGETHER = 8  # pages of generated tokens that are named together: a name costs less in company
 
 
 class Scheduler:
@@ -28,7 +30,7 @@ class Scheduler:
         self.limits, self.serve = limits, serve
         self.rule = WindowRule(serve.window, limits.window, limits.layers)
         self.pages = Pages(serve.pages + 1, serve.page_size)
-        self.table = Table(serve.max_batch, limits.context, serve.page_size)
+        self.table = Table(serve.max_batch, limits.context, serve.page_size, limits.drafts)
         first = serve.max_batch + 1
         self.tails = Tails(range(first, first + (serve.retained if serve.window == "retain" else 0)))
         self.rank = lambda s: key(s, lambda: self._find(s)[0].cached)
@@ -40,7 +42,7 @@ class Scheduler:
         self._slots = list(range(serve.max_batch, 0, -1))
         self._promised = 0  # pages that running prefills are still to take
         self._decoding = np.zeros(0, np.int64)
-        self._in_flight = 0  # steps planned and not yet updated
+        self._in_flight = 0  # steps settled and not yet updated
         self._arrivals = 0
         self._copies: list[Copy] = []
         self._ended: list[Finish] = []
@@ -63,7 +65,7 @@ class Scheduler:
                 self._ended.append(Finish(message.handle, "error", message=refusal))
                 continue
             self._arrivals += 1
-            sequence = Sequence(message, self._arrivals, self.step, names=list(message.hashes))
+            sequence = Sequence(message, self._arrivals, self.step, names=message.hashes)
             self.waiting.push(sequence)
 
     def _refusal(self, ask: Ask) -> str:
@@ -94,14 +96,16 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back slot and pages."""
-        slot = sequence.slot
-        self.pages.release(self.table.held(slot, self.serve.page_size))
+        t, slot = self.table, sequence.slot
+        if t.name_at[slot] < NEVER:
+            self._name(slot, int(t.computed[slot]) // t.page_size)
+        self.pages.release(t.held(slot))
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
             self._promised -= self._missing(sequence)
         else:
             self._decoding = self._decoding[self._decoding != slot]
-        self.table.clear(slot)
+        t.clear(slot)
         del self.running[slot]
         self._slots.append(slot)
         sequence.slot = 0
@@ -111,9 +115,10 @@ class Scheduler:
         t, slot = self.table, sequence.slot
         sequence.output = t.generated[slot, : t.total[slot] - t.prompt[slot]].copy()
         self._leave(sequence)
+        sequence.names, sequence.own = sequence.names + sequence.own, []
         sequence.epoch += 1
         self.counts["preempted"] += 1
-        self.waiting.push(sequence, first=True)
+        self.waiting.push(sequence)
 
     # --- planning ---
 
@@ -136,7 +141,6 @@ class Scheduler:
             rows = rows[self.table.handle[rows] > 0]
         if not len(rows) and not prefills:
             return None
-        self._in_flight += 1
         return Plan(self.table, rows, drafts, prefills)
 
     def _decode(self) -> tuple[np.ndarray, int]:
@@ -146,15 +150,22 @@ class Scheduler:
             return rows, 0
         spare = self.serve.budget_tokens - len(rows)
         if self._prefilling or self.waiting:
-            spare -= min(self.serve.budget_tokens // 4, spare)
+            spare -= min(max(1, self.serve.budget_tokens // 4), spare)
         drafts = min(self.limits.drafts, spare // len(rows))
-        t, step = self.table, 1 + self.limits.drafts
-        reach = np.minimum(t.total[rows] + step * (1 + self._in_flight) - 1, t.limit[rows])
-        short = reach > t.capacity[rows]
-        if not short.any():
+        ahead = (1 + self.limits.drafts) * (1 + self._in_flight) - 1
+        t = self.table
+        short = (t.total[rows] + ahead > t.capacity[rows]).nonzero()[0]
+        if not len(short):
+            return rows, drafts
+        slots = rows[short]
+        reach = np.minimum(t.total[slots] + ahead, t.limit[slots])
+        need = np.maximum(-(-reach // t.page_size) - t.capacity[slots] // t.page_size, 0)
+        taken = self.pages.take(int(need.sum()))
+        if taken is not None:
+            t.give(slots, need, taken)
             return rows, drafts
         yielded = []
-        for slot, tokens in zip(rows[short].tolist(), reach[short].tolist(), strict=True):
+        for slot, tokens in zip(slots.tolist(), reach.tolist(), strict=True):
             sequence = self.running.get(slot)
             if sequence is not None and not self._grow(sequence, tokens):
                 yielded.append(slot)
@@ -215,7 +226,8 @@ class Scheduler:
         most = min(len(sequence.names), (sequence.total - 1) // self.serve.page_size)
         if self.rule.mode == "none" or not most or sequence.ask.sampling.prompt_logprobs is not None:
             return Resume(), np.zeros(0, np.int32)
-        found = self.pages.find(sequence.names, most)
+        sequence.run = self.pages.follow(sequence.names, most, sequence.run)
+        found = sequence.run.pages
         if self.rule.mode == "retain":
             found = found[: self.tails.longest(sequence.names, len(found))]
         resume = self.rule.resume(len(found) * self.serve.page_size)
@@ -247,7 +259,9 @@ class Scheduler:
         t.pages[slot, : len(found)] = found
         t.generated[slot, : len(sequence.output)] = sequence.output
         t.total[slot], t.computed[slot], t.capacity[slot] = sequence.total, resume.start, len(found) * size
-        t.published[slot] = len(found) if sequence.cacheable(size) else self.limits.context
+        t.published[slot] = len(found)
+        named = self.rule.mode != "none" and sequence.cacheable(size)
+        t.name_at[slot] = (1 + len(found)) * size if named else NEVER
         t.write_from[slot], t.floor[slot] = resume.cached, resume.floor
         whole = serve.prefill == "full" or ask.sampling.prompt_logprobs is not None
         t.kept_from[slot] = 0 if whole else max(0, sequence.total - self.rule.window)
@@ -265,48 +279,55 @@ class Scheduler:
     # --- after a step ---
 
     def settle(self, plan: Plan) -> Plan:
-        """The plan as it can be launched now: without sequences that ended meanwhile, with the copies of rings due."""
+        """The plan as it can be launched now: without sequences that ended meanwhile, with the copies of rings due. One
+        that is empty now need not be launched: copies wait for the next."""
         plan = plan.without_ended()
-        plan.copies, self._copies = self._copies, []
+        if len(plan):
+            self._in_flight += 1
+            plan.copies, self._copies = self._copies, []
         return plan
 
     def update(self, plan: Plan, drawn: Drawn) -> Outputs:
         """Apply what a step drew: tokens, stops, finished requests, pages that are written now. Results of sequences
         that ended or were preempted meanwhile are dropped whole."""
-        t, slots, counts, tokens = self.table, plan.slots, drawn.counts, drawn.tokens
-        self._in_flight -= 1
-        live = plan.live()
-        for i, p in enumerate(plan.prefills, start=len(plan.decode)):
-            if live[i]:
-                t.computed[p.sequence.slot] = p.start + p.count
-                p.sequence.told = max(p.sequence.told, p.start + p.count)
-        rows = live & (counts > 0)
-        if not rows.all():
-            slots, counts, tokens = slots[rows], counts[rows], tokens[rows]
-        before = t.total[slots]
-        room = t.limit[slots] - before
-        keep, stopped = t.halted(slots, tokens, np.minimum(counts, room))
-        after = before + keep
-        t.total[slots], t.computed[slots] = after, np.minimum(before + counts - 1, after)
-        ended = stopped | (after >= t.limit[slots])
-        flat = t.append(slots, tokens, keep, before - t.prompt[slots])
-        self._publish(plan, live, slots)
-        told = keep > 0
-        handles = t.handle[slots]
-        outputs = Outputs(
-            handles if told.all() else handles[told],
-            keep if told.all() else keep[told],
-            flat,
-            drawn.logprobs,
-            drawn.prompt_logprobs,
-        )
-        for slot, halted in zip(slots[ended].tolist(), stopped[ended].tolist(), strict=True):
-            sequence = self.running[slot]
+        self._in_flight -= len(plan) > 0
+        slots, handles, counts, tokens = plan.slots, plan.handles, drawn.counts, drawn.tokens
+        prompts: dict[int, Logprobs] = {}
+        if plan.prefills or not plan.whole:
+            live = plan.live()
+            for p, alive in zip(plan.prefills, live[len(plan.decode) :].tolist(), strict=True):
+                if alive:
+                    self._advance(p)
+                    if p.sequence.handle in drawn.prompt_logprobs:
+                        prompts[p.sequence.handle] = drawn.prompt_logprobs[p.sequence.handle]
+            rows = live & (counts > 0)
+            if not rows.all():
+                slots, handles, counts, tokens = slots[rows], handles[rows], counts[rows], tokens[rows]
+        t = self.table
+        added = t.append(slots, tokens, counts)
+        keep = added.keep
+        for slot in slots[t.computed[slots] >= t.name_at[slots]].tolist():
+            self._publish(slot)
+        for i in added.ended.tolist():
+            sequence = self.running[int(slots[i])]
             self._leave(sequence)
-            self._finish(sequence, "stop" if halted else "length")
-        outputs.finished.extend(self._ended)
-        self._ended = []
-        return outputs
+            self._finish(sequence, "stop" if added.stopped is not None and added.stopped[i] else "length")
+        if added.stopped is not None:
+            handles, keep = handles[keep > 0], keep[keep > 0]
+        logprobs = {}
+        if drawn.logprobs:
+            kept = zip(handles.tolist(), keep.tolist(), strict=True)
+            logprobs = {h: drawn.logprobs[h].cut(0, n) for h, n in kept if h in drawn.logprobs}
+        ended, self._ended = self._ended, []
+        return Outputs(handles, keep, added.flat, logprobs, prompts, ended)
+
+    def _advance(self, p: Prefill) -> None:
+        """A stretch of a prefill is in the cache."""
+        sequence, slot = p.sequence, p.sequence.slot
+        self.table.computed[slot] = p.start + p.count
+        sequence.told = max(sequence.told, p.start + p.count)
+        if self.table.computed[slot] >= self.table.name_at[slot]:
+            self._publish(slot)
 
     def flush(self) -> Outputs:
         """What ended without a step: refusals and aborts."""
@@ -314,26 +335,31 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return Outputs(none, none, none, finished=ended)
 
-    def _publish(self, plan: Plan, live: np.ndarray, decoded: np.ndarray) -> None:
-        """Name the pages that are full now."""
-        t, size = self.table, self.serve.page_size
-        slots = plan.slots[live] if len(plan.prefills) else decoded
-        done = t.computed[slots] // size
-        more = done > t.published[slots]
-        for slot, full in zip(slots[more].tolist(), done[more].tolist(), strict=True):
-            sequence = self.running[slot]
-            for page in range(t.published[slot], full):
-                self.pages.publish(int(t.pages[slot, page]), sequence.name(page, size, t))
+    def _publish(self, slot: int) -> None:
+        """Name the pages that are full now. While a sequence decodes this can wait until there are a few, but for
+        ``retain``: rings must be copied before they move on."""
+        t, size, sequence = self.table, self.table.page_size, self.running[slot]
+        computed = int(t.computed[slot])
+        full = computed // size
+        self._name(slot, full)
+        retain = self.rule.mode == "retain"
+        t.name_at[slot] = (full + (1 if retain or computed < sequence.target else NAMED_TOGETHER)) * size
+        if retain and computed - full * size <= self.limits.drafts:
+            kept = self.tails.store(sequence.named(full - 1, full, t)[0], full)
+            if kept is not None:
+                self._copies.append(Copy(slot, kept))
+
+    def _name(self, slot: int, full: int) -> None:
+        """Name its first ``full`` pages, which are written."""
+        t, first = self.table, int(self.table.published[slot])
+        if full > first:
+            self.pages.publish(t.pages[slot, first:full].tolist(), self.running[slot].named(first, full, t))
             t.published[slot] = full
-            if self.rule.mode == "retain" and t.computed[slot] - full * size <= self.limits.drafts:
-                kept = self.tails.store(sequence.names[full - 1])
-                if kept is not None:
-                    self._copies.append(Copy(slot, kept))
 
     def check(self) -> None:
         """Assert that no page, slot or sequence is lost or doubled."""
-        t, size = self.table, self.serve.page_size
-        self.pages.check(t.held(s, size) for s in self.running)
+        t = self.table
+        self.pages.check(t.held(s) for s in self.running)
         assert sorted([*self.running, *self._slots]) == list(range(1, self.serve.max_batch + 1))
         assert all(s.slot == slot and t.handle[slot] == s.handle for slot, s in self.running.items())
         prefilling = [s.slot for s in self._prefilling]

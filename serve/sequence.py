@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serve.pages import SALT, chain
+from serve.pages import NOTHING, SALT, Run, chain
 from serve.request import Ask
 from serve.table import Table
 
@@ -24,7 +24,9 @@ class Sequence:
     told: int = 0  # prompt positions whose log-probabilities went out
     cached: int = 0
     replayed: int = 0
-    names: list[bytes] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)  # of the pages it may find: those that came with the request
+    own: list[bytes] = field(default_factory=list)  # of the pages behind these, as they fill
+    run: Run = NOTHING  # what was found in the cache when it was last looked up
     output: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
@@ -46,12 +48,17 @@ class Sequence:
         if end <= prompt:
             return self.ask.tokens[begin:end]
         made = self.output if table is None else table.generated[self.slot]
-        return np.concatenate((self.ask.tokens[begin:prompt], made[max(begin - prompt, 0) : end - prompt]))
+        if begin >= prompt:
+            return made[begin - prompt : end - prompt].copy()
+        return np.concatenate((self.ask.tokens[begin:prompt], made[: end - prompt]))
 
-    def name(self, page: int, page_size: int, table: Table) -> bytes:
-        """The name of its full page number ``page``; those of the prompt came with the request."""
-        while len(self.names) <= page:
-            at = len(self.names)
-            before = self.names[-1] if self.names else SALT
-            self.names += chain(self.tokens(at * page_size, (at + 1) * page_size, table), page_size, before)
-        return self.names[page]
+    def named(self, first: int, end: int, table: Table) -> list[bytes]:
+        """The names of its full pages [first, end)."""
+        given, size = len(self.names), table.page_size
+        if end <= given:
+            return self.names[first:end]
+        have = given + len(self.own)
+        if have < end:
+            before = [*self.names[-1:], *self.own[-1:]][-1] if have else SALT
+            self.own += chain(self.tokens(have * size, end * size, table), size, before)
+        return self.names[first:] + self.own[max(0, first - given) : end - given]

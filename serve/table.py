@@ -1,20 +1,41 @@
 """Running sequences as arrays over slots, so that a step's host work is a few array operations whatever the batch.
 
-Slot 0 is scratch. P pages of a sequence at most, S stop ids. All values are host numbers; the runner reads them when a
-step is launched.
+Slot 0 is scratch. R sequences of a step, K tokens drawn of each at most, P pages of a sequence at most, S stop ids. All
+values are host numbers; the runner reads them when a step is launched.
 """
+
+import mmap
+from typing import NamedTuple
 
 import numpy as np
 
 from serve.request import Sampling
 
+NEVER = 1 << 62  # tokens
+
+
+def lazy(rows: int, width: int) -> np.ndarray:
+    """Zeros [rows, width] int32 that cost memory only where they are written. numpy's own would ask for huge pages: for
+    2 MB, cleared on the step's time, where a row is first touched."""
+    return np.frombuffer(mmap.mmap(-1, rows * width * 4), np.int32).reshape(rows, width)
+
+
+class Added(NamedTuple):
+    """What became of a step's tokens: ``keep`` [R] of each sequence's, all of them one after another, who ended."""
+
+    keep: np.ndarray
+    flat: np.ndarray  # [sum keep] int32
+    ended: np.ndarray  # places in R
+    stopped: np.ndarray | None  # [R] bool, by a stop id; None: nobody
+
 
 class Table:
-    """``slots`` sequences of at most ``context`` tokens; ``generated`` and ``pages`` cost memory only where written."""
+    """``slots`` sequences of at most ``context`` tokens that verify at most ``drafts`` a step."""
 
-    def __init__(self, slots: int, context: int, page_size: int):
+    def __init__(self, slots: int, context: int, page_size: int, drafts: int = 0):
         n = slots + 1
         whole = lambda: np.zeros(n, np.int64)  # noqa: E731
+        self.moves = 0  # times that a sequence came or went
         self.handle = whole()  # 0: the slot is free
         self.epoch = whole()  # times the request has been preempted
         self.total = whole()  # tokens known: prompt and generated
@@ -22,11 +43,12 @@ class Table:
         self.prompt = whole()
         self.limit = whole()  # most tokens it may come to
         self.capacity = whole()  # tokens its pages hold
-        self.published = whole()  # full pages that have a name, or will have none
+        self.published = whole()  # full pages that have a name
+        self.name_at = np.full(n, NEVER)  # tokens in the cache at which pages are named next
         self.write_from = whole()  # first position whose global rows are its own to write
         self.floor = whole()  # lowest position its windows see while it catches up
         self.kept_from = whole()  # first position that the layers past the trim run on; rings of these start there
-        self.last = np.zeros(n, np.int64)  # newest token
+        self.last = whole()  # newest token
         self.seed = whole()
         self.temperature = np.zeros(n, np.float32)
         self.top_p = np.ones(n, np.float32)
@@ -34,11 +56,16 @@ class Table:
         self.min_total = whole()  # no stop before this many tokens
         self.stops = np.full((n, 1), -1, np.int64)  # [n, S]
         self.logprobs = np.full(n, -1, np.int64)  # alternatives wanted, -1 none
-        self.generated = np.zeros((n, context), np.int32)
-        self.pages = np.zeros((n, -(-context // page_size)), np.int32)
+        self.page_size = page_size
+        self.pages = lazy(n, -(-context // page_size))
+        self.generated = lazy(n, context + drafts)  # what lies past ``total`` means nothing
+        self._flat = self.generated.reshape(-1)
+        self._firsts = np.arange(1 + drafts)[:, None]
+        self._kept = np.tri(2 + drafts, 1 + drafts, -1, bool)  # row i: its first i
 
     def place(self, slot: int, handle: int, epoch: int, prompt: int, limit: int, sampling: Sampling) -> None:
         """A request moves into ``slot``; what depends on its progress is the scheduler's."""
+        self.moves += 1
         self.handle[slot], self.epoch[slot] = handle, epoch
         self.prompt[slot], self.limit[slot] = prompt, limit
         self.seed[slot], self.temperature[slot] = sampling.seed, sampling.temperature
@@ -53,37 +80,48 @@ class Table:
         self.stops[slot, :wide] = sampling.stop_ids
 
     def clear(self, slot: int) -> None:
+        self.moves += 1
         self.handle[slot] = 0
 
-    def held(self, slot: int, page_size: int) -> np.ndarray:
+    def held(self, slot: int) -> np.ndarray:
         """The pages [h] of a sequence, a view."""
-        return self.pages[slot, : self.capacity[slot] // page_size]
+        return self.pages[slot, : self.capacity[slot] // self.page_size]
 
-    def halted(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of the ``counts`` [R] new tokens [R, K] of each sequence: how many to keep, and whether a stop id ended it.
-        The stop id itself is not kept."""
-        stops = self.stops[slots]
-        if tokens.shape[1] == stops.shape[1] == 1:
-            hit = tokens == stops
-        else:
-            hit = (tokens[:, :, None] == stops[:, None, :]).any(-1)
-            hit &= np.arange(tokens.shape[1]) < counts[:, None]
-        stopped = hit.any(1)
-        return (np.where(stopped, hit.argmax(1), counts) if stopped.any() else counts), stopped
+    def give(self, slots: np.ndarray, need: np.ndarray, taken: np.ndarray) -> None:
+        """The first ``need[0]`` of pages ``taken`` go to ``slots[0]``, and so on."""
+        have = self.capacity[slots] // self.page_size
+        first = np.cumsum(need) - need
+        self.pages[slots.repeat(need), np.arange(len(taken)) + (have - first).repeat(need)] = taken
+        self.capacity[slots] += need * self.page_size
 
-    def append(self, slots: np.ndarray, tokens: np.ndarray, keep: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Store the first ``keep`` [R] of ``tokens`` [R, K] as generated tokens ``at`` [R] and after; returns them all,
-        one after another, int32."""
-        if tokens.shape[1] == 1:
-            if not keep.all():
-                slots, tokens, at = slots[keep > 0], tokens[keep > 0], at[keep > 0]
-            flat = tokens[:, 0]
-            self.generated[slots, at] = flat
-            self.last[slots] = flat
-            return flat.astype(np.int32)
-        row, place = np.nonzero(np.arange(tokens.shape[1]) < keep[:, None])
-        flat = tokens[row, place]
-        self.generated[slots[row], at[row] + place] = flat
-        some = keep > 0
-        self.last[slots[some]] = tokens[some, keep[some] - 1]
-        return flat.astype(np.int32)
+    def append(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> Added:
+        """Take in the first ``counts`` [R] of ``tokens`` [R, K] of each sequence, as far as its limit and its stop ids
+        let it: an id that stops is not kept. ``total``, ``computed``, ``last`` and ``generated`` are brought up to
+        date."""
+        by_place = np.ascontiguousarray(tokens.T)  # [K, R]: few long rows
+        before, limit = self.total[slots], self.limit[slots]
+        keep = np.minimum(counts, limit - before)
+        stopped = self._stopped(slots, by_place, keep)
+        if stopped is not None:
+            stopped, keep = stopped
+        after = before + keep
+        ended = after >= limit if stopped is None else (after >= limit) | stopped
+        begin = slots * self.generated.shape[1] + before - self.prompt[slots]
+        self._flat[begin + self._firsts[: len(by_place)]] = (
+            by_place  # drafts that failed, too: overwritten, or past the end
+        )
+        self.last[slots] = self._flat[begin + keep - 1]
+        self.total[slots], self.computed[slots] = after, np.minimum(before + counts - 1, after)
+        flat = tokens[self._kept[keep, : len(by_place)]]
+        return Added(keep, flat.astype(np.int32), ended.nonzero()[0], stopped)
+
+    def _stopped(self, slots: np.ndarray, by_place: np.ndarray, counts: np.ndarray) -> tuple | None:
+        """[R] who meets a stop id among the first ``counts`` tokens, and how many come before it; None: nobody."""
+        hit = self.stops[slots, 0] == by_place
+        if self.stops.shape[1] > 1:
+            hit |= (self.stops[slots, 1:].T[:, None] == by_place).any(0)
+        if not np.count_nonzero(hit):
+            return None
+        hit &= self._firsts[: len(by_place)] < counts
+        stopped = hit.any(0)
+        return stopped, np.where(stopped, hit.argmax(0), counts)

@@ -58,29 +58,33 @@ class Tails:
 
     def __init__(self, slots: Sequence[int]):
         self._free = list(slots)
-        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._stored: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # by page name: slot, pages up to there
 
     def longest(self, names: Sequence[bytes], pages: int) -> int:
         """The most of ``pages`` after which rings are stored."""
-        while pages and names[pages - 1] not in self._slots:
+        if pages > len(self._stored):  # a long prompt
+            reach = (n for name, (_, n) in self._stored.items() if n <= pages and names[n - 1] == name)
+            return max(reach, default=0)
+        while pages and names[pages - 1] not in self._stored:
             pages -= 1
         return pages
 
     def slot(self, name: bytes) -> int:
         """Where the rings at the end of page ``name`` are."""
-        self._slots.move_to_end(name)
-        return self._slots[name]
+        self._stored.move_to_end(name)
+        return self._stored[name][0]
 
-    def store(self, name: bytes) -> int | None:
-        """A slot to copy rings to; None where they are stored already, or there is no room at all."""
-        if name in self._slots:
-            self._slots.move_to_end(name)
+    def store(self, name: bytes, pages: int) -> int | None:
+        """A slot to copy rings to, those at the end of page ``name``, the last of ``pages``; None where they are stored
+        already, or there is no room at all."""
+        if name in self._stored:
+            self._stored.move_to_end(name)
             return None
         if self._free:
             slot = self._free.pop()
-        elif self._slots:
-            slot = self._slots.popitem(last=False)[1]
+        elif self._stored:
+            slot = self._stored.popitem(last=False)[1][0]
         else:
             return None
-        self._slots[name] = slot
+        self._stored[name] = slot, pages
         return slot
