@@ -3,13 +3,21 @@
 decode      a decode step, reference bodies in eager against compiled, batch 1-64
 replay      rows and time of a prefill by layer, whole against bounded replay
 engine      the engine against the plain loop: decode steps by batch, prefill by length
+scheduler   host work of a step with 256 running requests, prompts of 1k and 855k, with drafts
+admission   a prompt of 855,000 tokens admitted, cold and cached, against a scheduler of lists
 """
 
-from scripts.benches import decode, engine, replay
+from scripts.benches import admission, decode, engine, replay, scheduler
 from scripts.build import Settings
 from scripts.entry import entry
 
-BENCHES = {"decode": decode.run, "engine": engine.run, "replay": replay.run}
+BENCHES = {
+    "decode": decode.run,
+    "replay": replay.run,
+    "engine": engine.run,
+    "scheduler": scheduler.run,
+    "admission": admission.run,
+}
 
 
 def run(s: Settings) -> dict:
