@@ -1,0 +1,82 @@
+"""Step agreement: every rank brings a row of integers, all get the rows of all. n ranks, rows of W int64.
+
+A port has ``gather(row) -> rows [n, W]``, equal on all ranks, and blocks until all have called it; then
+``transport_s`` and ``skew_s`` tell the two parts of that call apart. What the columns mean is the caller's business.
+Backends: `Alone` (n = 1), `gloo.Gloo` (torch.distributed, across nodes), `node.Recursive` (shared memory, on a node).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+
+class Agree(Protocol):
+    rank: int
+    size: int
+
+    def gather(self, row: Sequence[int]) -> np.ndarray: ...  # [n, W] int64, the caller's own
+
+    @property
+    def transport_s(self) -> float: ...  # of the last gather: from the last rank's arrival to its return here
+
+    @property
+    def skew_s(self) -> float: ...  # of the last gather: from our arrival to the last rank's; NaN if clocks differ
+
+    def close(self) -> None: ...
+
+
+class Missing(TimeoutError):
+    """Ranks that did not do their part of a step. ``why`` says of each what is known: dead, not arrived, ..."""
+
+    def __init__(self, rank: int, step: int, waited_s: float, why: Mapping[int, str]):
+        self.ranks, self.why = tuple(sorted(why)), dict(why)
+        named = ", ".join(f"rank {r} {why[r]}" for r in self.ranks) or "unknown which"
+        super().__init__(f"agree: step {step} of rank {rank} ended after {waited_s:.3g} s: missing {named}")
+
+
+class OutOfStep(RuntimeError):
+    """Ranks whose rows are of another step, or not what they wrote: no result can be trusted any more."""
+
+
+class Alone:
+    """One rank agrees with itself."""
+
+    rank, size = 0, 1
+    transport_s = skew_s = 0.0
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def gather(self, row: Sequence[int]) -> np.ndarray:
+        if len(row) != self.width:
+            raise ValueError(f"agree: a row has {self.width} words here, got {len(row)}")
+        return np.array([row], np.int64)
+
+    def close(self) -> None:
+        pass
+
+
+class Arrivals:
+    """``transport_s`` and ``skew_s`` from the times of arrival that came with the rows, in ns of one host's clock."""
+
+    def __init__(self, now: Callable[[], float], one_host: bool = True):
+        self.now, self.one_host = now, one_host
+        self.mine = self.done = 0
+        self.times = np.zeros(1, np.int64)
+
+    def arrive(self) -> int:
+        self.mine = int(self.now() * 1e9)
+        return self.mine
+
+    def leave(self, times: np.ndarray) -> None:
+        self.done, self.times = int(self.now() * 1e9), times
+
+    @property
+    def transport_s(self) -> float:
+        """NaN without one clock, as nobody knows then when the last rank arrived."""
+        return (self.done - int(self.times.max())) / 1e9 if self.one_host else float("nan")
+
+    @property
+    def skew_s(self) -> float:
+        return (int(self.times.max()) - self.mine) / 1e9 if self.one_host else float("nan")
