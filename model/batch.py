@@ -54,7 +54,7 @@ class Constants:
 class View:
     """Derived once a step and read by every layer."""
 
-    valid: Tensor  # [N] bool, False on padding
+    positions: Tensor  # [N], -1 padding
     window: Tensor  # [N, W] entries as kernels/attention.py reads them, without the layer's ring offset
     ring_rows: Tensor  # [N] where the row's window latent goes, without the layer's offset
     tail_rows: Tensor  # [N] where the row's compressor state goes, without the layer's offset
@@ -103,7 +103,7 @@ def look(cfg: ModelConfig, layout: Layout, consts: Constants, batch: Batch, cach
     rows = torch.arange(pos.shape[0], device=pos.device)
     prev_fresh = pos - 1 >= batch.starts[batch.seqs]
     return View(
-        valid=valid,
+        positions=pos,
         window=window_entries(cfg, batch, layout),
         ring_rows=torch.where(valid & (pos >= end - cfg.ring_size), ring, 0),
         tail_rows=torch.where(valid & (pos >= end - depth), tail + pos % depth, 0),

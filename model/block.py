@@ -12,6 +12,7 @@ from model.cache import Address, Cache, Layout
 from model.config import LayerKind, ModelConfig
 from model.runtime import Runtime
 from model.tree import Spec
+from parallel.expert import Placement
 
 
 @tree.node
@@ -53,12 +54,12 @@ def attention_half(
 
 
 def expert_half(
-    cfg: ModelConfig, rt: Runtime, k: int, experts: int, norm: Tensor, p: moe.MoEParams,
-    pre: Tensor, mixed: mhc.Mixed, x: Tensor, valid: Tensor, load: Tensor, layer: Tensor,
+    cfg: ModelConfig, rt: Runtime, k: int, experts: int, norm: Tensor, p: moe.MoEParams, place: Placement,
+    pre: Tensor, mixed: mhc.Mixed, x: Tensor, positions: Tensor, load: Tensor, layer: Tensor,
 ) -> Tensor:  # fmt: skip
     """Streams [N, C, D] after the experts, from those after attention and attention's pre-mix [N, C]."""
     v = collapsed(cfg, rt, norm, pre, x)
-    f = moe.apply(cfg, rt, k, p, v, valid, load, layer)
+    f = moe.apply(cfg, rt, k, p, place, v, positions, load, layer)
     return mhc_post(f, x, mixed.post, mixed.mixing, backend=rt.kernels.mhc_post)
 
 
@@ -76,7 +77,7 @@ def narrow_half(
 
 
 def apply(
-    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams,
+    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams, place: Placement,
     at: Address, batch: Batch, view: View, cache: Cache, carry: Carry,
 ) -> Carry:  # fmt: skip
     """One backbone layer in four calls, each a graph that all layers of its kind share (``jit``: model/transformer.py).
@@ -86,12 +87,12 @@ def apply(
     first = jit(mhc.mix, cfg, rt)(p.hc_attn, carry.x)
     attend = jit(attention_half, cfg, rt, layout, kind)
     x, topk_idxs, blocks = attend(p.attn_norm, p.attn, first, at, batch, view, cache, carry)
-    return think(jit, cfg, rt, p, first, x, topk_idxs, blocks, at, view, cache)
+    return think(jit, cfg, rt, p, place, first, x, topk_idxs, blocks, at, view, cache)
 
 
 def narrow(
-    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams, at: Address,
-    batch: Batch, view: View, cache: Cache, carry: Carry, rows: Tensor, kept: tuple[Batch, View, Carry],
+    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, kind: LayerKind, p: BlockParams, place: Placement,
+    at: Address, batch: Batch, view: View, cache: Cache, carry: Carry, rows: Tensor, kept: tuple[Batch, View, Carry],
 ) -> Carry:  # fmt: skip
     """A layer whose keys are made of all rows of the step, its outputs of ``rows`` only (spec 13.3, exact form).
 
@@ -105,18 +106,18 @@ def narrow(
     x, topk_idxs, blocks = attend(
         p.attn_norm, p.attn, first, key, view.window[rows], view.ring_rows, at, late, sees, cache, carry
     )
-    return think(jit, cfg, rt, p, first, x, topk_idxs, blocks, at, sees, cache)
+    return think(jit, cfg, rt, p, place, first, x, topk_idxs, blocks, at, sees, cache)
 
 
 def think(
-    jit: Callable, cfg: ModelConfig, rt: Runtime, p: BlockParams, first: mhc.Mixed, x: Tensor, topk_idxs: Tensor,
-    blocks: Tensor, at: Address, view: View, cache: Cache,
+    jit: Callable, cfg: ModelConfig, rt: Runtime, p: BlockParams, place: Placement, first: mhc.Mixed, x: Tensor,
+    topk_idxs: Tensor, blocks: Tensor, at: Address, view: View, cache: Cache,
 ) -> Carry:  # fmt: skip
     """The second half of a layer: experts on the streams x [N, C, D] that attention gave."""
     second = jit(mhc.mix, cfg, rt)(p.hc_ffn, x)
     fitted = moe.fitted(rt, p.ffn, x.shape[0])
     experts = jit(expert_half, cfg, fitted, cfg.num_experts_per_tok, cfg.n_routed_experts)
-    x = experts(p.ffn_norm, p.ffn, first.pre, second, x, view.valid, cache.load, at.layer)
+    x = experts(p.ffn_norm, p.ffn, place, first.pre, second, x, view.positions, cache.load, at.layer)
     return Carry(x=x, pre=second.pre, topk_idxs=topk_idxs, blocks=blocks)
 
 

@@ -17,6 +17,7 @@ from model.cache import Address, Cache, Layout
 from model.config import LayerKind, ModelConfig
 from model.runtime import Runtime
 from model.tree import Quantized, Spec
+from parallel.expert import Placement
 
 
 @tree.node
@@ -37,7 +38,7 @@ class BlockView:
 
     rope: tuple[Tensor, Tensor]  # cos, sin [B * k, rd/2]
     entries: Tensor  # [B * k, W + k]
-    valid: Tensor  # [B * k] bool
+    positions: Tensor  # [B * k], -1 padding
 
 
 @tree.node
@@ -131,8 +132,8 @@ def open_block(
     pre = x.new_zeros((b * k, cfg.hc_mult), dtype=torch.float32)
     pre[:, 0] = 1
     positions = (batch.positions.unsqueeze(-1) + torch.arange(k, device=embed.device)).flatten()
-    valid = (batch.positions >= 0).repeat_interleave(k)
-    return x, pre, BlockView(rope(positions, freqs), block_entries(cfg, layout, batch), valid)
+    known = torch.where((batch.positions >= 0).repeat_interleave(k), positions, -1)
+    return x, pre, BlockView(rope(positions, freqs), block_entries(cfg, layout, batch), known)
 
 
 def attention_half(
@@ -174,19 +175,20 @@ def chain(rt: Runtime, p: StageParams, batch: DraftBatch, base: Tensor, y: Tenso
 
 
 def draft(
-    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, p: tuple[StageParams, ...], at: tuple[Address, ...],
-    freqs: Tensor, embed: Tensor, head: Tensor, batch: DraftBatch, cache: Cache,
+    jit: Callable, cfg: ModelConfig, rt: Runtime, layout: Layout, p: tuple[StageParams, ...],
+    places: tuple[Placement, ...], at: tuple[Address, ...], freqs: Tensor, embed: Tensor, head: Tensor,
+    batch: DraftBatch, cache: Cache,
 ) -> Draft:  # fmt: skip
     """Draft k tokens for each sequence: every stage sees context rows <= anchor - 1 and all k rows of the block."""
     x, pre, view = jit(open_block, cfg, layout)(freqs, embed, batch)
     mix, attend = jit(mhc.mix, cfg, rt), jit(attention_half, cfg, rt, layout)
     experts = cfg.dspark_num_experts_per_tok, cfg.dspark_n_routed_experts
-    for s, where in zip(p, at, strict=True):
+    for s, place, where in zip(p, places, at, strict=True):
         b = s.block
         first = mix(b.hc_attn, x)
         x = attend(b.attn_norm, b.attn, first, where, view, cache, pre, x)
         second = mix(b.hc_ffn, x)
         think = jit(block.expert_half, cfg, moe.fitted(rt, b.ffn, x.shape[0]), *experts)
-        x = think(b.ffn_norm, b.ffn, first.pre, second, x, view.valid, cache.load, where.layer)
+        x = think(b.ffn_norm, b.ffn, place, first.pre, second, x, view.positions, cache.load, where.layer)
         pre = second.pre
     return jit(close_block, cfg, rt)(p[-1], head, batch, pre, x)

@@ -14,6 +14,8 @@ from model import tree
 from model.config import ModelConfig
 from model.runtime import Runtime
 from model.tree import Quantized, Spec
+from parallel import expert
+from parallel.expert import Placement
 
 # Up to here all experts on all rows cost less than the calls of a loop. Measured on a CPU with 16 experts of 18k values
 # a matrix; larger matrices cost the time to read them, which the loop spends only on those that a row chose.
@@ -65,7 +67,7 @@ def fitted(rt: Runtime, p: MoEParams, rows: int) -> Runtime:
     which is cheaper is settled here, outside of any graph, since a graph serves all numbers of rows."""
     w1 = p.experts.w1
     ready = w1.scale is None and w1.weight.shape[0] <= DENSE_EXPERTS and w1.weight.numel() <= DENSE_VALUES
-    few = rt.group_rows <= rows <= DENSE_ROWS
+    few = rt.group_rows <= rows * rt.ep.size <= DENSE_ROWS
     return _dense(rt) if ready and few and rt.kernels.grouped_mlp == "compile" else rt
 
 
@@ -75,23 +77,28 @@ def _dense(rt: Runtime) -> Runtime:
 
 
 def apply(
-    cfg: ModelConfig, rt: Runtime, k: int, p: MoEParams, x: Tensor, valid: Tensor, load: Tensor, layer: Tensor
-) -> Tensor:
+    cfg: ModelConfig, rt: Runtime, k: int, p: MoEParams, place: Placement, x: Tensor, positions: Tensor, load: Tensor,
+    layer: Tensor,
+) -> Tensor:  # fmt: skip
     """x [N, D] -> [N, D]: k experts a row summed in slot order, plus the shared one, in fp32 (spec section 7).
 
-    Adds the step's choices to row ``layer`` of ``load`` [layers, E + 1] in place; rows that are not ``valid`` [N]
-    choose no expert.
+    Adds the step's choices to row ``layer`` of ``load`` [layers, P + 1] in place, by physical slot; rows without a
+    position [N] choose no expert. The routed experts of a row run where ``place`` says, on any rank of ``rt.ep``.
     """
     ids, weights = route(x, p.gate.weight, p.gate.bias, k, cfg.routed_scaling_factor, backend=rt.kernels.route)
-    ids = torch.where(valid.unsqueeze(-1), ids, p.gate.weight.shape[0])
-    counted = torch.where(valid.unsqueeze(-1), ids, load.shape[1] - 1)
+    valid = (positions >= 0).unsqueeze(-1)
+    slots = expert.physical(place, torch.where(valid, ids, p.gate.weight.shape[0]), positions)
+    counted = torch.where(valid, slots, load.shape[1] - 1)
     load.index_put_((layer.expand_as(counted), counted), torch.ones_like(counted), accumulate=True)
     e, s = p.experts, p.shared_experts
     limit, pad = cfg.swiglu_limit, rt.group_rows
+    rows, slots, weights = expert.dispatch(rt.ep, x, slots, weights)
+    slots = expert.local(rt.ep, slots, e.w1.weight.shape[0])
     routed = grouped_mlp(
-        x, ids, weights, e.w1.weight, e.w1.scale, e.w3.weight, e.w3.scale, e.w2.weight, e.w2.scale,
+        rows, slots, weights, e.w1.weight, e.w1.scale, e.w3.weight, e.w3.scale, e.w2.weight, e.w2.scale,
         limit, rt.qat, pad, backend=rt.kernels.grouped_mlp,
     )  # fmt: skip
+    routed = expert.combine(rt.ep, routed)
     shared = gated_mlp(
         x, s.w1.weight, s.w1.scale, s.w3.weight, s.w3.scale, s.w2.weight, s.w2.scale,
         limit, rt.qat, backend=rt.kernels.gated_mlp,

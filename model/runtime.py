@@ -6,6 +6,7 @@ import torch
 
 from kernels import Kernels
 from kernels.registry import COMPILE_OPTIONS
+from parallel.expert import Axis
 
 NUMERICS = ("fp32", "qat")
 STORAGE = ("plain", "packed")
@@ -22,6 +23,7 @@ class Runtime:
     cache: str = "plain"
     batch_invariant: bool = True
     kernels: Kernels = field(default_factory=Kernels)  # backend of each op
+    ep: Axis = field(default_factory=Axis)  # ranks that share the experts
 
     def __post_init__(self):
         if self.numerics not in NUMERICS:

@@ -18,6 +18,8 @@ from model.cache import Address, Cache, Layout
 from model.config import ModelConfig
 from model.runtime import Runtime
 from model.tree import Spec
+from parallel import expert
+from parallel.expert import Placement
 
 
 @tree.node
@@ -66,7 +68,19 @@ class Model:
     params: ModelParams
     consts: Constants
     addresses: tuple[Address, ...]
+    places: tuple[Placement, ...]  # of each layer's experts, then of each drafter stage's
     jit: Callable = partial
+
+
+def assemble(
+    cfg: ModelConfig, rt: Runtime, layout: Layout, params: ModelParams, consts: Constants,
+    device: torch.device | str = "cpu",
+) -> Model:  # fmt: skip
+    """The model with its experts spread evenly over ``rt.ep``."""
+    counts = [cfg.n_routed_experts] * cfg.num_hidden_layers
+    counts += [cfg.dspark_n_routed_experts] * cfg.num_nextn_predict_layers
+    places = tuple(expert.even(count, rt.ep, device) for count in counts)
+    return Model(cfg, rt, layout, params, consts, layout.addresses(device), places)
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ def take(carry: Carry, rows: Tensor) -> Carry:
 def layer_step(m: Model, i: int, batch: Batch, view: View, cache: Cache, carry: Carry) -> Carry:
     """Block ``i`` on the carry."""
     p, at = m.params.layers[i].block, m.addresses[i]
-    return block.apply(m.jit, m.cfg, m.rt, m.layout, m.cfg.kind(i), p, at, batch, view, cache, carry)
+    return block.apply(m.jit, m.cfg, m.rt, m.layout, m.cfg.kind(i), p, m.places[i], at, batch, view, cache, carry)
 
 
 def cut_step(
@@ -137,13 +151,26 @@ def cut_step(
     p, at, kind = m.params.layers[i].block, m.addresses[i], m.cfg.kind(i)
     if trim.whole_windows:
         return block.narrow(
-            m.jit, m.cfg, m.rt, m.layout, kind, p, at, batch, view, cache, carry, trim.rows, (trim.batch, late, kept)
+            m.jit,
+            m.cfg,
+            m.rt,
+            m.layout,
+            kind,
+            p,
+            m.places[i],
+            at,
+            batch,
+            view,
+            cache,
+            carry,
+            trim.rows,
+            (trim.batch, late, kept),
         )
     if kind.ratio:
         write = m.jit(block.publish, m.cfg, m.rt, m.layout, kind)
         write(p.attn_norm, p.attn, at, batch, view, cache, carry)
     kind = replace(kind, ratio=0)  # written
-    return block.apply(m.jit, m.cfg, m.rt, m.layout, kind, p, at, trim.batch, late, cache, kept)
+    return block.apply(m.jit, m.cfg, m.rt, m.layout, kind, p, m.places[i], at, trim.batch, late, cache, kept)
 
 
 def engram_step(m: Model, i: int, view: View, carry: Carry) -> Carry:

@@ -260,7 +260,7 @@ def build_model(s: Settings) -> tuple[transformer.Model, Text | ByteText]:
     how = {"numerics": s.numerics, "weights": s.weights, "device": device}
     params = checkpoint.random(cfg, s.seed, **how) if s.random else checkpoint.load(s.checkpoint, cfg, **how)
     consts = tree.build(lambda _, leaf: leaf.to(device), consts)
-    return transformer.Model(cfg, rt, layout, params, consts, layout.addresses(device)), text
+    return transformer.assemble(cfg, rt, layout, params, consts, device), text
 
 
 def build_runner(s: Settings) -> tuple[Runner, Text | ByteText]:

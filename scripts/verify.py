@@ -13,7 +13,7 @@ import torch
 
 from model import checkpoint
 from model.constants import constants
-from model.transformer import Model
+from model.transformer import Model, assemble
 from scripts import memory
 from scripts.build import ROOT, Settings, build_device, build_layout, build_runtime
 from scripts.entry import entry
@@ -33,7 +33,7 @@ def build_case_model(s: Settings, case: Case) -> Model:
     memory.require(memory.model_bytes(case.cfg, s.numerics, s.weights, drawn=False), torch.device(s.device))
     params = checkpoint.load(case.weights, case.cfg, numerics=s.numerics, weights=s.weights)
     layout = build_layout(s, case.cfg)
-    return Model(case.cfg, build_runtime(s), layout, params, constants(case.cfg, case.token_map), layout.addresses())
+    return assemble(case.cfg, build_runtime(s), layout, params, constants(case.cfg, case.token_map))
 
 
 def verify_case(s: Settings, folder: Path) -> Results:

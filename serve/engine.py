@@ -4,6 +4,7 @@ time) is the ports' affair."""
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from serve.lockstep import Alone, Lockstep, Shape
 from serve.plan import Drawn, Plan
 from serve.request import Abort, Ask, Outputs
 from serve.scheduler import Scheduler
@@ -14,7 +15,7 @@ class Mail(Protocol):
 
     def take(self) -> list[Ask | Abort]: ...
 
-    async def wait(self) -> None: ...
+    async def wait(self, timeout: float | None = None) -> None: ...
 
     def put(self, outputs: Outputs) -> None: ...
 
@@ -22,7 +23,7 @@ class Mail(Protocol):
 class Device(Protocol):
     """The runner port: serve/launch.py."""
 
-    def launch(self, plan: Plan) -> Any: ...
+    def launch(self, plan: Plan, shape: Shape | None) -> Any: ...
 
     async def collect(self, ticket: Any) -> Drawn: ...
 
@@ -31,25 +32,29 @@ class Engine:
     """With ``serve.overlap`` a step is planned while the one before it runs; tokens are the same. ``now``: the clock's
     seconds."""
 
-    def __init__(self, scheduler: Scheduler, device: Device, mail: Mail, now: Callable[[], float]):
+    def __init__(
+        self, scheduler: Scheduler, device: Device, mail: Mail, now: Callable[[], float],
+        lockstep: Alone | Lockstep | None = None,
+    ):  # fmt: skip
         self.scheduler, self.device, self.mail, self.now = scheduler, device, mail, now
+        self.lockstep = lockstep or Alone()
         self.overlap = bool(scheduler.serve.overlap)
         self.sums = dict.fromkeys(("steps", "tokens", "drafted", "accepted", "device_seconds", "host_seconds"), 0)
         self._next: Plan | None = None
-        self._stopping = False
+        self._leaving = self._stopping = False
 
     async def run(self, pause: Callable) -> None:
         """Take steps while there is work, wait for mail when there is none, until `stop`. ``pause`` is awaited between
         steps, so that whoever shares the event loop gets a turn."""
         while not self._stopping:
             if self.scheduler.idle and self._next is None:
-                await self.mail.wait()
+                await self.mail.wait(self.lockstep.tick)
             await self.step()
             await pause()
 
     def stop(self) -> None:
-        """Leave `run` after the step under way; what waits is not answered."""
-        self._stopping = True
+        """Leave `run` after a step that all ranks are ready to make their last; what waits is not answered."""
+        self._leaving = True
 
     async def step(self) -> None:
         """One turn of the loop: mail in, one step on the device, mail out."""
@@ -57,11 +62,12 @@ class Engine:
         self.scheduler.add(self.mail.take())
         plan = self._next or self.scheduler.plan()  # who, how many tokens, which pages
         self._next = None
-        if plan is None:
+        shape, working, self._stopping = self.lockstep.agree(plan, self._leaving)  # one size for all ranks
+        if not working:
             self._tell(self.scheduler.flush())
             return
-        plan = self.scheduler.settle(plan)
-        ticket = self.device.launch(plan) if len(plan) else Drawn.empty()
+        plan = self.scheduler.settle(plan or self.scheduler.nothing())
+        ticket = self.device.launch(plan, shape)
         if self.overlap:
             self._next = self.scheduler.plan()
         drawn = await self.device.collect(ticket)  # the one wait

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from serve.limits import Serve
+from serve.lockstep import Shape
 from serve.plan import Drawn, Plan
 from serve.runner import Runner
 from serve.step import Step
@@ -24,9 +25,11 @@ class StepRunner:
         start = lambda: torch.set_num_threads(threads)  # noqa: E731
         self._thread = ThreadPoolExecutor(1, "step", start) if serve.overlap else None
 
-    def launch(self, plan: Plan) -> "Drawn | Future[Drawn]":
-        """Start the step. The plan must be settled: the table is read here."""
-        step = Step(self.runner, self.serve, plan)
+    def launch(self, plan: Plan, shape: Shape | None = None) -> "Drawn | Future[Drawn]":
+        """Start the step, padded to ``shape``. The plan must be settled: the table is read here."""
+        if not len(plan) and shape is None:
+            return Drawn.empty()  # all of its sequences ended before it was launched
+        step = Step(self.runner, self.serve, plan, shape or Shape())
         return self._timed(step) if self._thread is None else self._thread.submit(self._timed, step)
 
     async def collect(self, ticket: "Drawn | Future[Drawn]") -> Drawn:

@@ -5,6 +5,7 @@ The engine sees `take`, `wait` and `put`; the front end sees `send` and is calle
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from serve.request import Abort, Ask, Outputs
 
@@ -27,9 +28,10 @@ class Mailbox:
         self._arrived.clear()
         return taken
 
-    async def wait(self) -> None:
-        """Return once there is something to take."""
-        await self._arrived.wait()
+    async def wait(self, timeout: float | None = None) -> None:
+        """Return once there is something to take, or after ``timeout`` seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), timeout)
 
     def put(self, outputs: Outputs) -> None:
         self._deliver(outputs)

@@ -44,7 +44,7 @@ class Plan:
     copies: list[Copy] = field(default_factory=list)  # in this order, before the step
 
     def __post_init__(self):
-        waiting = [p.sequence.slot for p in self.prefills]
+        waiting = [p.sequence.slot for p in self.prefills]  # in order
         self.slots = np.concatenate((self.decode, np.array(waiting, np.int64))) if waiting else self.decode
         self.handles = self.table.handle[self.slots]
         self.epochs = self.table.epoch[self.slots]

@@ -121,12 +121,15 @@ class Runner:
         return logits[: len(rows)], taps
 
     @torch.no_grad()
-    def run(self, rows: Rows, wanted: np.ndarray, kept: np.ndarray | None = None, late: Rows | None = None) -> Tensor:
+    def run(
+        self, rows: Rows, wanted: np.ndarray, kept: np.ndarray | None = None, late: Rows | None = None,
+        least: int = 0, late_least: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Logits [M, V] of the ``wanted`` rows [M]. With ``late`` the layers past the trim run only on the rows
-        numbered ``kept``, which it describes, and ``wanted`` counts these."""
-        batch, trim = self._pack(rows), None
+        numbered ``kept``, which it describes, and ``wanted`` counts these. Padded to ``least`` rows."""
+        batch, trim = self._pack(rows, least), None
         if late is not None:
-            short = self._pack(late)
+            short = self._pack(late, late_least)
             index = F.pad(torch.from_numpy(kept), (0, len(short.tokens) - len(kept))).to(self.device)
             trim = Trim(self.trim_layer, index, short, self.prefill == "layer20_replay")
         count = len(wanted)
@@ -135,22 +138,32 @@ class Runner:
         logits, _ = transformer.forward(self.model, self.cache, batch, torch.from_numpy(padded).to(self.device), trim)
         return logits[:count]
 
-    def _pack(self, rows: Rows) -> Batch:
-        return pack_rows(rows, self.model.layout.page_size, self.model.rt.least_rows, self.device)
+    def _pack(self, rows: Rows, least: int) -> Batch:
+        least = max(least, self.model.rt.least_rows)
+        return pack_rows(rows, self.model.layout.page_size, least, self.device)
 
     @torch.no_grad()
-    def draft(self, batch: DraftBatch) -> Draft:
-        """Draft a block for each sequence; its context rows must be in the rings (they are after any `step`)."""
+    def draft(self, batch: DraftBatch, least: int = 0) -> Draft:
+        """Draft a block for each sequence; its context rows must be in the rings (they are after any `step`). Padded
+        to ``least`` sequences."""
         count = len(batch.anchors)
-        if count % 2:  # a graph serves two sequences or more
-            batch = DraftBatch(*(F.pad(t, (0, 0) * (t.dim() - 1) + (0, 1)) for t in tree_leaves(batch)))
+        more = max(least - count, 0)
+        more += (count + more) % 2  # a graph serves two sequences or more
+        if more:
+            batch = DraftBatch(*(F.pad(t, (0, 0) * (t.dim() - 1) + (0, more)) for t in tree_leaves(batch)))
             batch.positions[count:] = -1
         return Draft(*(t[:count] for t in tree_leaves(self._draft(batch))))
 
+    @torch.no_grad()
+    def draft_nothing(self, sequences: int) -> None:
+        """Padding in place of `draft`, for a rank whose peers draft."""
+        self._draft(dummy_draft(self.model, sequences + sequences % 2))
+
     def _draft(self, batch: DraftBatch) -> Draft:
         m, backbone = self.model, self.model.cfg.num_hidden_layers
-        p, at, freqs = m.params, m.addresses[backbone:], m.consts.window_freqs
-        return dspark.draft(m.jit, m.cfg, m.rt, m.layout, p.mtp, at, freqs, p.embed, p.head, batch, self.cache)
+        p, at, places = m.params, m.addresses[backbone:], m.places[backbone:]
+        where = places, at, m.consts.window_freqs
+        return dspark.draft(m.jit, m.cfg, m.rt, m.layout, p.mtp, *where, p.embed, p.head, batch, self.cache)
 
     @torch.no_grad()
     def warm(self) -> None:

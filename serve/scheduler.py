@@ -276,6 +276,11 @@ class Scheduler:
         self._prefilling.append(sequence)
         self._promised += self._missing(sequence)
 
+    def nothing(self) -> Plan:
+        """The plan of a rank that has no work in a step its peers take."""
+        self._in_flight += 1
+        return Plan(self.table, np.zeros(0, np.int64), 0)
+
     # --- after a step ---
 
     def settle(self, plan: Plan) -> Plan:

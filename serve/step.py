@@ -11,14 +11,17 @@ from model.dspark import DraftBatch
 from model.pack import Rows
 from serve import sample, speculate
 from serve.limits import Serve
+from serve.lockstep import Shape
 from serve.plan import Drawn, Plan, Prefill
 from serve.request import Logprobs
 from serve.runner import Runner
 
 
 class Step:
-    def __init__(self, runner: Runner, serve: Serve, plan: Plan):
-        self.runner, self.serve, self.plan = runner, serve, plan
+    """``shape``: what to pad to, so that all ranks' collectives are of one size."""
+
+    def __init__(self, runner: Runner, serve: Serve, plan: Plan, shape: Shape):
+        self.runner, self.serve, self.plan, self.shape = runner, serve, plan, shape
         t, d, slots, prefills = plan.table, plan.decode, plan.slots, plan.prefills
         self.decode, self.last, self.total = d, t.last[d], t.total[d]
         self.room = np.minimum(t.limit[d] - self.total - 1, plan.drafts)  # drafts that can still count
@@ -26,7 +29,7 @@ class Step:
         self.counts = np.array([p.count for p in prefills], np.int64)
         self.starts = np.concatenate((self.total - 1, starts))
         ends = np.concatenate((self.total + self.room, starts + self.counts))
-        width = -(-int(ends.max()) // serve.page_size)
+        width = -(-int(ends.max(initial=1)) // serve.page_size)
         self.pages = t.pages[slots, :width].astype(np.int64)
         self.prompts = [p.sequence.tokens(p.start, p.start + p.count, t).astype(np.int64) for p in prefills]
         depth = runner.model.layout.token_depth
@@ -78,7 +81,9 @@ class Step:
         """Drafts [B, k], drawn with the noise that will verify them, and how many of each to verify [B]."""
         n, most = len(self.decode), self.plan.drafts
         if not most or not n:
-            return np.zeros((n, 0), np.int64), np.zeros(n, np.int64)
+            if self.shape.drafting:
+                self.runner.draft_nothing(self.shape.drafting)
+            return np.zeros((n, most), np.int64), np.zeros(n, np.int64)
         put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(self.runner.device)  # noqa: E731
         seeds, temperature = (put(a[:n, None].repeat(self.runner.block, 1)) for a in self.rule[:2])
         places = put(self.total[:, None] + np.arange(self.runner.block))
@@ -90,7 +95,7 @@ class Step:
             inv_temperature=sample.inverse(temperature[:, 0]),
             noise=sample.noise(seeds, places, temperature, self.runner.model.cfg.vocab_size),
         )
-        made = self.runner.draft(batch)
+        made = self.runner.draft(batch, self.shape.drafting)
         verify = self.room
         if self.serve.speculation.adaptive:
             chances = speculate.survival(made.confidence.cpu().numpy()[:, :most])
@@ -103,7 +108,7 @@ class Step:
         taken = np.arange(drafts.shape[1] + 1) <= verify[:, None]
         block = np.concatenate((self.last[:, None], drafts), 1)[taken]
         return Rows(
-            tokens=np.concatenate((block, *self.prompts)),
+            tokens=np.concatenate((block.astype(np.int64), *self.prompts)),
             starts=self.starts,
             counts=np.concatenate((verify + 1, self.counts)),
             slots=self.plan.slots,
@@ -131,8 +136,8 @@ class Step:
         """Logits [M, V] of the ``wanted`` rows; late layers run on the rows that are kept, where that is fewer."""
         begin = np.maximum(rows.starts, self.kept_from)
         kept = np.maximum(rows.starts + rows.counts - begin, 0)
-        if (kept == rows.counts).all():
-            return self.runner.run(rows, wanted)
+        if (kept == rows.counts).all() and self.shape.late == self.shape.rows:
+            return self.runner.run(rows, wanted, least=self.shape.rows)
         owner = np.repeat(np.arange(len(rows.counts)), rows.counts)
         position = np.arange(len(owner)) - (np.cumsum(rows.counts) - rows.counts)[owner] + rows.starts[owner]
         stays = position >= self.kept_from[owner]
@@ -147,7 +152,7 @@ class Step:
             tables=rows.tables[some],
         )
         renumbered = np.cumsum(stays) - 1
-        return self.runner.run(rows, renumbered[wanted], np.flatnonzero(stays), late)
+        return self.runner.run(rows, renumbered[wanted], np.flatnonzero(stays), late, self.shape.rows, self.shape.late)
 
     def _rule(self, owner: np.ndarray, place: np.ndarray) -> sample.Rule:
         seeds, temperature, top_p, top_k = (a[owner] for a in self.rule)

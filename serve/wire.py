@@ -214,9 +214,9 @@ class EngineWire:
             taken.append(message)
         return taken
 
-    async def wait(self) -> None:
-        """Return once there is something to take."""
-        self._socket.poll()
+    async def wait(self, timeout: float | None = None) -> None:
+        """Return once there is something to take, or after ``timeout`` seconds."""
+        self._socket.poll(None if timeout is None else timeout * 1e3)
 
     def put(self, message: Outputs | Hello | Failed) -> None:
         self._socket.send_multipart(encode(message), copy=False)

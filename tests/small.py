@@ -116,7 +116,7 @@ def model(
 ) -> Model:  # fmt: skip
     rt = Runtime(numerics, cache, batch_invariant, choose(kernels))
     layout = Layout(cfg, cache, PAGE)
-    return Model(cfg, rt, layout, params(cfg, numerics, weights), constants(cfg), layout.addresses())
+    return transformer.assemble(cfg, rt, layout, params(cfg, numerics, weights), constants(cfg))
 
 
 def runner(cfg: ModelConfig, *how, pages: int = 16, slots: int = 6, **more) -> Runner:

@@ -51,8 +51,8 @@ class Tally:
         out = piece(*args)
         took = time.perf_counter() - begin
         if fn is block.expert_half:
-            valid, layer = args[5], int(args[7])
-            self.experts[layer] += int(valid.sum())
+            positions, layer = args[6], int(args[8])
+            self.experts[layer] += int((positions >= 0).sum())
         else:
             layer = int(args[{**QUERIES, **KEYS}[fn]].layer)
             batch = next(a for a in args if hasattr(a, "positions"))

@@ -13,7 +13,7 @@ from model import checkpoint, engram_tables
 from model.cache import Layout
 from model.constants import constants
 from model.runtime import Runtime
-from model.transformer import Model
+from model.transformer import Model, assemble
 from serve.request import Sampling
 from serve.text import Text, normalise
 from tests.serve.harness import Bench
@@ -32,7 +32,7 @@ def model() -> Model:
     rt = Runtime("fp32", "plain", True, choose("reference"))
     layout = Layout(cfg, "plain", 64)
     params = checkpoint.load(SHIPPED, cfg, numerics="fp32", weights="dense", device="cpu")
-    return Model(cfg, rt, layout, params, constants(cfg, ids), layout.addresses())
+    return assemble(cfg, rt, layout, params, constants(cfg, ids))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,80 @@
+"""Runs a function on n ranks, each a process of its own joined by gloo, and collects what they return."""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from model import transformer, tree
+from model.config import ModelConfig
+from model.transformer import Model
+from model.tree import Quantized
+from parallel.expert import Axis
+from tests import small
+
+
+def _main(rank: int, size: int, store: str, out: Any, fn: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        out.put((rank, fn(axis(rank, size), *args), None))
+    except Exception:
+        out.put((rank, None, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def axis(rank: int, size: int) -> Axis:
+    return Axis("ep", size, rank, dist.group.WORLD.group_name)
+
+
+def run(size: int, fn: Callable, *args: Any, timeout: float = 300) -> list[Any]:
+    """``fn(axis, *args)`` on each rank; its results by rank. Raises with the first rank's traceback."""
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_main, args=(r, size, f"{folder}/store", out, fn, args), daemon=True)
+            for r in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            got = {}
+            for _ in ranks:
+                rank, result, error = out.get(timeout=timeout)
+                assert error is None, f"rank {rank}: {error}"
+                got[rank] = result
+        finally:
+            for process in ranks:
+                process.join(5)
+                process.kill()
+    return [got[r] for r in range(size)]
+
+
+def gather(row: np.ndarray) -> np.ndarray:
+    """All ranks' rows, by gloo."""
+    rows = torch.zeros(dist.get_world_size() * len(row), dtype=torch.int64)
+    dist.all_gather_into_tensor(rows, torch.from_numpy(row))
+    return rows.view(-1, len(row)).numpy()
+
+
+def share(cfg: ModelConfig, ep: Axis, *how: Any, **more: Any) -> Model:
+    """The small model (tests/small.py) with this rank's share of the experts."""
+    whole = small.model(cfg, *how, **more)
+
+    def cut(path: str, leaf: Any) -> Any:
+        if ".experts." not in path:
+            return leaf
+        mine = lambda t: None if t is None else t.chunk(ep.size)[ep.rank].clone()  # noqa: E731
+        return Quantized(mine(leaf.weight), mine(leaf.scale)) if isinstance(leaf, Quantized) else mine(leaf)
+
+    params = tree.build(cut, whole.params)
+    return transformer.assemble(cfg, replace(whole.rt, ep=ep), whole.layout, params, whole.consts)
