@@ -13,8 +13,6 @@ from tests.serve.harness import Bench
 CFG = small.config(n_routed_experts=8)
 LENGTHS = (1, 70, 30, 64, 9, 130, 5)
 ASKS = [(small.tokens(n, seed=n), Sampling(14, (i % 2) * 0.9, seed=i)) for i, n in enumerate(LENGTHS)]
-    (small.tokens(n, seed=n), Sampling(14, (i % 2) * 0.9, seed=i)) for i, n in enumerate((1, 70, 30, 64, 9, 130, 5))
-]
 
 
 def serve(ep: Any, kernels: str, how: dict) -> tuple[list[list[int]], dict]:
