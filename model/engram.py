@@ -3,6 +3,7 @@
 N rows, C streams, D model dim, n = max n-gram, M = (n - 1) * heads columns, W row width.
 """
 
+import torch
 from torch import Tensor
 
 from kernels.engram import engram_gather, engram_hash, engram_mix
@@ -12,6 +13,7 @@ from model.batch import HashConstants
 from model.config import ModelConfig
 from model.runtime import Runtime
 from model.tree import Quantized, Spec
+from parallel import expert
 
 
 @tree.node
@@ -33,9 +35,26 @@ def specs(cfg: ModelConfig, rows: int) -> EngramParams:
     )
 
 
-def apply(cfg: ModelConfig, rt: Runtime, p: EngramParams, hashes: HashConstants, history: Tensor, x: Tensor) -> Tensor:
-    """Add each stream's gated table value: x [N, C, D] -> [N, C, D]; history [N, n] compressed ids, newest first."""
+def apply(
+    cfg: ModelConfig, rt: Runtime, held: int, p: EngramParams, hashes: HashConstants, history: Tensor, x: Tensor
+) -> Tensor:
+    """Add each stream's gated table value: x [N, C, D] -> [N, C, D]; history [N, n] compressed ids, newest first.
+
+    ``held`` rows of the table are on each rank of ``rt.ep``, 0 if every rank has all of them.
+    """
     ids = engram_hash(history, hashes.multipliers, hashes.primes, hashes.offsets, backend=rt.kernels.engram_hash)
-    rows = engram_gather(p.embed.weight, p.embed.scale, ids, x.dtype, backend=rt.kernels.engram_gather)
+    rows = look_up(rt, held, p.embed, ids, x.dtype)
     kv = quant_linear(rows, p.wkv.weight, p.wkv.scale, rt.qat, backend=rt.kernels.quant_linear)
     return engram_mix(x, kv, p.q_weight, p.k_weight, cfg.rms_norm_eps, backend=rt.kernels.engram_mix)
+
+
+def look_up(rt: Runtime, held: int, table: Quantized, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Table rows ids [N, M], joined: [N, M * W]. A sharded table is read where its rows are, for all ranks' ids."""
+    gather = rt.kernels.engram_gather
+    if not held:
+        return engram_gather(table.weight, table.scale, ids, dtype, backend=gather)
+    mine = expert.local(rt.ep, expert.gather(rt.ep, ids), held)
+    there = mine < table.weight.shape[0]  # the last rank may hold fewer
+    rows = engram_gather(table.weight, table.scale, torch.where(there, mine, 0), dtype, backend=gather)
+    rows = torch.where(there.unsqueeze(-1), rows.unflatten(1, (ids.shape[1], -1)), 0)
+    return expert.combine(rt.ep, rows.flatten(1))

@@ -179,7 +179,9 @@ def engram_step(m: Model, i: int, view: View, carry: Carry) -> Carry:
     if p is None:
         return carry
     index = m.cfg.engram_layer_ids.index(i)
-    step = m.jit(engram.apply, m.cfg, m.rt)
+    rows = m.cfg.engram_num_embeddings[index]
+    whole = m.rt.ep.size == 1 or p.embed.weight.shape[0] == rows
+    step = m.jit(engram.apply, m.cfg, m.rt, 0 if whole else -(-rows // m.rt.ep.size))
     return replace(carry, x=step(p, m.consts.hashes[index], view.history, carry.x))
 
 

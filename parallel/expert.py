@@ -61,25 +61,26 @@ def dispatch(axis: Axis, x: Tensor, slots: Tensor, weights: Tensor) -> tuple[Ten
         return x, slots, weights
     raw = [t.contiguous().view(torch.uint8) for t in (x, slots.to(torch.int32), weights)]
     widths = [t.shape[1] for t in raw]
-    every = _gather(axis, torch.cat(raw, 1))
+    every = gather(axis, torch.cat(raw, 1))
     parts = [t.contiguous() for t in every.split(widths, 1)]
     return parts[0].view(x.dtype), parts[1].view(torch.int32).to(slots.dtype), parts[2].view(weights.dtype)
 
 
-def local(axis: Axis, slots: Tensor, held: int) -> Tensor:
-    """Numbers among this rank's ``held`` experts; ``held`` where another rank has it, or nobody."""
-    mine = slots - axis.rank * held
+def local(axis: Axis, numbers: Tensor, held: int) -> Tensor:
+    """Numbers among the ``held`` experts or table rows of this rank; ``held`` where another has it, or nobody."""
+    mine = numbers - axis.rank * held
     return torch.where((mine >= 0) & (mine < held), mine, held)
 
 
 def combine(axis: Axis, y: Tensor) -> Tensor:
-    """This rank's rows [N, k, D] of results y [n * N, k, D], each of which one rank made and the others left zero."""
+    """This rank's rows [N, ..] of results y [n * N, ..], each value of which one rank made and the others left zero."""
     if axis.size == 1:
         return y
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.reduce_scatter_tensor(y.contiguous(), "sum", axis.size, axis.group))
 
 
-def _gather(axis: Axis, x: Tensor) -> Tensor:
+def gather(axis: Axis, x: Tensor) -> Tensor:
+    """All ranks' rows [n * N, ..], rank by rank."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_gather_into_tensor(x, axis.size, axis.group))

@@ -67,14 +67,15 @@ def gather(row: np.ndarray) -> np.ndarray:
 
 
 def share(cfg: ModelConfig, ep: Axis, *how: Any, **more: Any) -> Model:
-    """The small model (tests/small.py) with this rank's share of the experts."""
+    """The small model (tests/small.py) with this rank's share of experts and Engram rows, as conf/parallel/dep.yaml."""
     whole = small.model(cfg, *how, **more)
 
     def cut(path: str, leaf: Any) -> Any:
-        if ".experts." not in path:
+        if not (".experts." in path or path.endswith("engram.embed")):
             return leaf
-        mine = lambda t: None if t is None else t.chunk(ep.size)[ep.rank].clone()  # noqa: E731
-        return Quantized(mine(leaf.weight), mine(leaf.scale)) if isinstance(leaf, Quantized) else mine(leaf)
+        rows = -(-leaf.weight.shape[0] // ep.size)
+        mine = lambda t: None if t is None else t[ep.rank * rows : (ep.rank + 1) * rows].clone()  # noqa: E731
+        return Quantized(mine(leaf.weight), mine(leaf.scale))
 
     params = tree.build(cut, whole.params)
     return transformer.assemble(cfg, replace(whole.rt, ep=ep), whole.layout, params, whole.consts)
