@@ -20,6 +20,7 @@ from model.config import FIXED, IGNORED_TEXT, QUANTIZATION, ModelConfig
 from model.constants import constants
 from model.runtime import Runtime
 from parallel import plan
+from parallel.expert import Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
 from scripts.bytetext import ByteText
@@ -174,8 +175,9 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 # --- the model ---
 
 
-def build_runtime(s: Settings) -> Runtime:
-    return Runtime(numerics=s.numerics, cache=s.cache, batch_invariant=s.batch_invariant, kernels=s.kernels)
+def build_runtime(s: Settings, ep: Axis | None = None) -> Runtime:
+    choice = {"numerics": s.numerics, "cache": s.cache, "batch_invariant": s.batch_invariant, "kernels": s.kernels}
+    return Runtime(**choice, ep=ep or Axis())
 
 
 def build_layout(s: Settings, cfg: ModelConfig) -> Layout:
@@ -246,18 +248,20 @@ def token_map(s: Settings, cfg: ModelConfig, text: Text | ByteText) -> list[int]
     return ids
 
 
-def build_model(s: Settings) -> tuple[transformer.Model, Text | ByteText]:
-    """Weights, constants and tokenizer, ready to run."""
+def build_model(
+    s: Settings, rank: int | None = None, ep: Axis | None = None
+) -> tuple[transformer.Model, Text | ByteText]:
+    """Weights, constants and tokenizer, ready to run: what ``rank`` holds under the plan, where it has a seat."""
     device = build_device(s)
-    if s.parallel.world > 1:
+    if s.parallel.world > 1 and rank is None:
         raise ValueError(f"parallel: the plan has {s.parallel.world} ranks, this script runs one; use parallel=single")
     cfg = checkpoint_config(s)
-    rt, layout = build_runtime(s), build_layout(s, cfg)
+    rt, layout = build_runtime(s, ep), build_layout(s, cfg)
     pools = memory.cache_bytes(layout, s.serve.pages + 1, s.serve.max_batch + 1, rt.dtype)
     memory.require(memory.model_bytes(cfg, s.numerics, s.weights, drawn=s.random) | pools, device)
     text = build_text(s, cfg)
     consts = constants(cfg, token_map(s, cfg, text))
-    how = {"numerics": s.numerics, "weights": s.weights, "device": device}
+    how = {"numerics": s.numerics, "weights": s.weights, "device": device, "plan": s.parallel, "rank": rank or 0}
     params = checkpoint.random(cfg, s.seed, **how) if s.random else checkpoint.load(s.checkpoint, cfg, **how)
     consts = tree.build(lambda _, leaf: leaf.to(device), consts)
     return transformer.assemble(cfg, rt, layout, params, consts, device), text

@@ -16,10 +16,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from parallel.mesh import Seat
 from scripts import build, report, serving
 from scripts.build import Settings
 from scripts.entry import entry
-from scripts.httpd.process import EngineProcess, Make, engine_process
+from scripts.httpd.pool import Pool, engine_pool
+from scripts.httpd.process import Make
 from serve.api.app import Ports, Service, create_app
 from serve.api.listen import bind, listen
 from serve.front import Bounds, Front
@@ -29,10 +31,10 @@ from serve.wire import EngineWire, Hello
 ABORT_S = 5.0  # for the engine to confirm aborts, and for clients to take their last words
 
 
-def make_engine(config: Path, wire: EngineWire) -> tuple[Any, Hello]:
+def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[Any, Hello]:
     """In the engine's process: the engine of a resolved config, and what fits it."""
     s = build.build_settings(OmegaConf.load(config))
-    engine, text = serving.build_engine(s, wire)
+    engine, text = serving.build_engine(s, wire, seat)
     return engine, Hello(text.vocab_size, engine.scheduler.limits.context, s.serve.page_size)
 
 
@@ -48,12 +50,12 @@ async def serve(s: Settings, folder: Path, make: Make) -> dict:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stops.put_nowait, number)
     started = time.monotonic()
-    async with engine_process(folder / "config.yaml", make) as engine:
+    async with engine_pool(folder / "config.yaml", make, s.parallel.world) as engine:
         hello = await ready(engine, stops)
         if hello is None:
             return result(Metrics(), engine, started)
         service = service_of(s, text, hello, key)
-        service.front.connect(engine.wire.send)
+        service.front.connect(engine.send)
         end = asyncio.Event()
         tasks = [
             asyncio.create_task(engine.pump(service.front.deliver)),
@@ -88,7 +90,7 @@ def service_of(s: Settings, text: Any, hello: Hello, key: str | None) -> Service
     )
 
 
-async def ready(engine: EngineProcess, stops: asyncio.Queue) -> Hello | None:
+async def ready(engine: Pool, stops: asyncio.Queue) -> Hello | None:
     """What the engine says when it is built; None if a signal comes first."""
     hello, stop = asyncio.create_task(engine.hello()), asyncio.create_task(stops.get())
     await asyncio.wait([hello, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +111,7 @@ async def next_stop(stops: asyncio.Queue, server: asyncio.Task) -> None:
         raise OSError("the HTTP server ended by itself")
 
 
-async def watch(engine: EngineProcess, front: Front) -> None:
+async def watch(engine: Pool, front: Front) -> None:
     """When the engine dies, every open request is told."""
     reason = await asyncio.shield(engine.died)
     await asyncio.sleep(0.1)  # for its last words to arrive
@@ -150,7 +152,7 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def result(metrics: Metrics, engine: EngineProcess, started: float) -> dict:
+def result(metrics: Metrics, engine: Pool, started: float) -> dict:
     """``failed``: the engine died while it was needed."""
     ended = metrics.finishes
     return {
@@ -161,7 +163,7 @@ def result(metrics: Metrics, engine: EngineProcess, started: float) -> dict:
         "completed": ended.get("stop", 0) + ended.get("length", 0),
         "aborted": ended.get("abort", 0),
         "errors": ended.get("error", 0),
-        "malformed": engine.wire.malformed,
+        "malformed": engine.malformed,
         "failed": int(engine.died.done()),
         "seconds": time.monotonic() - started,
     }

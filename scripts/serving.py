@@ -9,11 +9,15 @@ from functools import partial
 import torch
 
 from model.transformer import Model
+from parallel import mesh
+from parallel.expert import Axis
+from parallel.mesh import ALONE, Seat
 from scripts.build import Settings, build_device, build_model
 from scripts.bytetext import ByteText
 from serve.engine import Engine, Mail
 from serve.launch import StepRunner
 from serve.limits import Limits, Policy, Serve
+from serve.lockstep import Alone, Lockstep
 from serve.runner import Runner
 from serve.scheduler import Scheduler
 from serve.text import Text
@@ -55,13 +59,29 @@ def runner_of(model: Model, serve: Serve, device: torch.device | str = "cpu") ->
     return Runner(model, serve.pages + 1, serve.max_batch + 1 + retained, device, serve.prefill)
 
 
-def engine_on(runner: Runner, serve: Serve, speculate: bool, mail: Mail) -> Engine:
-    """An engine that has ``runner`` to itself."""
+def engine_on(
+    runner: Runner, serve: Serve, speculate: bool, mail: Mail, lockstep: Alone | Lockstep | None = None
+) -> Engine:
+    """An engine that has ``runner`` to itself, alone or in step with its peers."""
     scheduler = Scheduler(limits(serve, runner.model, speculate), build_policy(serve.policy))
-    return Engine(scheduler, StepRunner(runner, serve, time.perf_counter), mail, time.perf_counter)
+    device = StepRunner(runner, serve, time.perf_counter)
+    return Engine(scheduler, device, mail, time.perf_counter, lockstep)
 
 
-def build_engine(s: Settings, mail: Mail) -> tuple[Engine, Text | ByteText]:
-    """The engine of the settings, and its tokenizer."""
-    model, text = build_model(s)
-    return engine_on(runner_of(model, s.serve, build_device(s)), s.serve, s.speculate, mail), text
+def build_engine(s: Settings, mail: Mail, seat: Seat = ALONE) -> tuple[Engine, Text | ByteText]:
+    """The engine of the settings at one seat of the plan, and its tokenizer. Joins the other ranks, if there are any.
+
+    Raises ValueError for a plan of several ranks without seats for them.
+    """
+    if s.parallel.world != seat.size:
+        raise ValueError(
+            f"parallel: the plan has {s.parallel.world} ranks, and this script starts {seat.size}: use scripts.server, "
+            "scripts.run target=http://..., or parallel=single"
+        )
+    lockstep, ep = None, Axis()
+    if seat.size > 1:
+        mesh.join(seat, s.device)
+        ep = mesh.axis(s.parallel, "ep", seat)
+        lockstep = Lockstep(mesh.gather_rows(ep.group, ep.size), ep.size) if ep.size > 1 else None
+    model, text = build_model(s, seat.rank, ep)
+    return engine_on(runner_of(model, s.serve, build_device(s)), s.serve, s.speculate, mail, lockstep), text

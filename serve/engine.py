@@ -6,14 +6,14 @@ from typing import Any, Protocol
 
 from serve.lockstep import Alone, Lockstep, Shape
 from serve.plan import Drawn, Plan
-from serve.request import Abort, Ask, Outputs
+from serve.request import Abort, Ask, Bye, Outputs
 from serve.scheduler import Scheduler
 
 
 class Mail(Protocol):
     """The front end's side: serve/mailbox.py in one process, serve/wire.py between two."""
 
-    def take(self) -> list[Ask | Abort]: ...
+    def take(self) -> list[Ask | Abort | Bye]: ...
 
     async def wait(self, timeout: float | None = None) -> None: ...
 
@@ -59,7 +59,7 @@ class Engine:
     async def step(self) -> None:
         """One turn of the loop: mail in, one step on the device, mail out."""
         begin = self.now()
-        self.scheduler.add(self.mail.take())
+        self._take(self.mail.take())
         plan = self._next or self.scheduler.plan()  # who, how many tokens, which pages
         self._next = None
         shape, working, self._stopping = self.lockstep.agree(plan, self._leaving)  # one size for all ranks
@@ -74,6 +74,11 @@ class Engine:
         outputs = self.scheduler.update(plan, drawn)
         self._measure(drawn, outputs, self.now() - begin)
         self._tell(outputs)
+
+    def _take(self, messages: list[Ask | Abort | Bye]) -> None:
+        if any(isinstance(m, Bye) for m in messages):
+            self.stop()
+        self.scheduler.add(m for m in messages if not isinstance(m, Bye))
 
     def _tell(self, outputs: Outputs) -> None:
         if len(outputs.handles) or outputs.finished or outputs.prompt_logprobs:

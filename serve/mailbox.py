@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from serve.request import Abort, Ask, Outputs
+from serve.request import Abort, Ask, Bye, Outputs
 
 
 class Mailbox:
@@ -15,14 +15,14 @@ class Mailbox:
 
     def __init__(self, deliver: Callable[[Outputs], None]):
         self._deliver = deliver
-        self._waiting: list[Ask | Abort] = []
+        self._waiting: list[Ask | Abort | Bye] = []
         self._arrived = asyncio.Event()
 
-    def send(self, message: Ask | Abort) -> None:
+    def send(self, message: Ask | Abort | Bye) -> None:
         self._waiting.append(message)
         self._arrived.set()
 
-    def take(self) -> list[Ask | Abort]:
+    def take(self) -> list[Ask | Abort | Bye]:
         """Everything sent since the last call, in order."""
         taken, self._waiting = self._waiting, []
         self._arrived.clear()

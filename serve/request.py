@@ -69,6 +69,11 @@ class Abort:
     handle: int
 
 
+@dataclass(frozen=True)
+class Bye:
+    """The last message to an engine: leave, with all ranks of its group."""
+
+
 @dataclass(frozen=True, eq=False)
 class Logprobs:
     """Natural log-probabilities of the model's own distribution (temperature 1, nothing cut off)."""

@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from serve.request import FINISHES, Abort, Ask, Logprobs, Outputs
+from serve.request import FINISHES, Abort, Ask, Bye, Logprobs, Outputs
 
 MAX_BYTES = 256 << 20  # of a message
 INLINE_BYTES = 1 << 16
@@ -31,20 +31,11 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Bye:
-    """The last message to an engine: end your process."""
-
-
-@dataclass(frozen=True)
 class Failed:
     """The engine's last message: why its process ends. ``users``: what the user can mend, else our own slip."""
 
     message: str
     users: bool
-
-
-class Ended(Exception):
-    """The other side has said Bye."""
 
 
 KINDS: dict[bytes, type] = {
@@ -193,24 +184,22 @@ def _socket(context: zmq.Context, address: str, bind: bool) -> zmq.Socket:
 
 class EngineWire:
     """The engine's side: `take`, `wait` and `put` of a mailbox. `wait` blocks its process, which has nothing else to
-    do. After Bye, `take` and `wait` raise Ended. ``malformed`` counts dropped messages."""
+    do. ``malformed`` counts dropped messages."""
 
     def __init__(self, address: str):
         self._context = zmq.Context()
         self._socket = _socket(self._context, address, bind=False)
         self.malformed = 0
 
-    def take(self) -> list[Ask | Abort]:
+    def take(self) -> list[Ask | Abort | Bye]:
         """Everything that has come since the last call, in order."""
-        taken: list[Ask | Abort] = []
+        taken: list[Ask | Abort | Bye] = []
         while self._socket.poll(0):
             try:
                 message = decode(_buffers(self._socket.recv_multipart(copy=False)), TO_ENGINE)
             except ValueError:
                 self.malformed += 1
                 continue
-            if isinstance(message, Bye):
-                raise Ended
             taken.append(message)
         return taken
 

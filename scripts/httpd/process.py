@@ -14,16 +14,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from serve.wire import Bye, Ended, EngineWire, Failed, FrontWire, Hello
+from parallel import mesh
+from parallel.mesh import ALONE, Seat
+from serve.request import Bye
+from serve.wire import EngineWire, Failed, FrontWire, Hello
 
 END_S = 10.0  # for an engine that was told to end, before it is killed
 
-# (resolved config file, its side of the wire) -> an engine with `async run(pause)`, and what fits it. A function that a
-# new process can import.
-Make = Callable[[Path, EngineWire], tuple[Any, Hello]]
+# (resolved config file, its side of the wire, its seat) -> an engine with `async run(pause)`, and what fits it. A
+# function that a new process can import.
+Make = Callable[[Path, EngineWire, Seat], tuple[Any, Hello]]
 
 
-def engine_main(config: Path, address: str, make: Make) -> None:
+def engine_main(config: Path, address: str, make: Make, seat: Seat) -> None:
     """The process: build, say hello, run until told to end. An exception is told to the other side, then raised."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a signal to the whole group is for the HTTP process, which drains
@@ -31,17 +34,16 @@ def engine_main(config: Path, address: str, make: Make) -> None:
     sys.stdout = sys.stderr  # stdout belongs to the result
     wire = EngineWire(address)
     try:
-        engine, hello = make(config, wire)
+        engine, hello = make(config, wire, seat)
         wire.put(hello)
         asyncio.run(engine.run(lambda: asyncio.sleep(0)))
-    except Ended:
-        pass
     except Exception as error:
         if not isinstance(error, (ValueError, OSError)):
             traceback.print_exc()
         wire.put(Failed(f"{type(error).__name__}: {error}", isinstance(error, (ValueError, OSError))))
         raise SystemExit(1) from None
     finally:
+        mesh.leave()
         wire.close()
 
 
@@ -102,13 +104,13 @@ class EngineProcess:
 
 
 @asynccontextmanager
-async def engine_process(config: Path, make: Make) -> AsyncIterator[EngineProcess]:
+async def engine_process(config: Path, make: Make, seat: Seat = ALONE) -> AsyncIterator[EngineProcess]:
     """A process started by spawn, with its socket in a private folder; both are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="racklab-") as folder:  # mode 0700
         address = f"ipc://{folder}/engine"
         wire = FrontWire(address)
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=engine_main, args=(config, address, make), name="engine", daemon=True)
+        process = context.Process(target=engine_main, args=(config, address, make, seat), name="engine", daemon=True)
         process.start()
         engine = EngineProcess(process, wire)
         try:

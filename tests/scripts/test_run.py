@@ -52,7 +52,7 @@ def text():
 def engine(monkeypatch, tmp_path):
     made = []
 
-    def make(s, mail):
+    def make(s, mail, *_):
         made.append(Pausing(mail, babble(2048)))
         return made[-1], None
 
