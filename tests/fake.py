@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from serve.request import Abort, Ask, Finish, Logprobs, Outputs, Sampling
+from serve.request import Abort, Ask, Bye, Finish, Logprobs, Outputs, Sampling
 
 VOCAB_ROOM = 1 << 20
 
@@ -50,9 +50,10 @@ class FakeEngine:
         self.running: dict[int, list] = {}  # handle -> [ask, tokens to come, tokens given]
         self.asks: list[Ask] = []  # all there ever were
         self.steps = 0
+        self.leaving = False
 
     async def run(self, pause=None) -> None:
-        while True:
+        while not self.leaving:
             await self.step()
             await asyncio.sleep(self.pause_s)
 
@@ -62,7 +63,9 @@ class FakeEngine:
         finished: list[Finish] = []
         prompts: dict[int, Logprobs] = {}
         for message in self.mailbox.take():
-            if isinstance(message, Abort):
+            if isinstance(message, Bye):
+                self.leaving = True
+            elif isinstance(message, Abort):
                 if self.running.pop(message.handle, None):
                     finished.append(Finish(message.handle, "abort", cached_tokens=1))
             else:

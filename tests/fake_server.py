@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from parallel.mesh import Seat
 from serve.text import Text
 from serve.wire import EngineWire, Hello
 from tests.fake import FakeEngine, script
@@ -12,7 +13,7 @@ ANSWER = "Hello, world. "
 UNLUCKY, BREAKS, EXITS = "max_tokens: 13\n", "max_tokens: 14\n", "max_tokens: 15\n"  # lines of the config
 
 
-def make_engine(config: Path, wire: EngineWire) -> tuple[FakeEngine, Hello]:
+def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[FakeEngine, Hello]:
     """An engine that cannot be built, or raises at its first request, or ends there, if the config says so."""
     said = config.read_text()
     if UNLUCKY in said:

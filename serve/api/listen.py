@@ -16,6 +16,7 @@ def bind(host: str, port: int) -> socket.socket:
         made = socket.socket(family, socket.SOCK_STREAM)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
+        made.listen(128)  # whoever reads where it listens may connect before the server's loop takes it over
     except OSError as error:
         raise ValueError(f"api.host={host} api.port={port}: {error.strerror or error}") from None
     return made
