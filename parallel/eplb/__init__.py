@@ -1,0 +1,1 @@
+"""Expert load balancing: how even the load is (metric), what it was lately (window), what to hold where (policy)."""

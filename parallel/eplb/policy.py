@@ -1,0 +1,296 @@
+"""Which expert each slot should hold, from loads. L layers, E experts, P slots, R ranks, S = P / R slots a rank.
+
+After deepseek-ai/EPLB: `replicate` gives spare slots to the experts with most load per replica, `pack` puts replicas,
+heaviest first, on the lightest rank with room. Here both run over all layers at once, replicas of one expert go to
+ranks of their own, `refine` swaps slots between the heaviest rank and others, and `settle` numbers ranks and slots so
+that little moves. numpy only; ``pause`` is called between small calls, so that a planning thread can let others run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from parallel.eplb import metric
+
+Pause = Callable[[], None]
+PRIOR = 0.01  # of a layer's mean load, added to every expert: one not seen lately is not free
+CLOSE = 1.003  # heaviest over mean rank at which a layer is left alone
+FAIR = 1.02  # the same, at which other numbers of replicas are not tried
+CAPS = (1.0, 0.9, 0.5)  # of a rank's mean load: replicas no heavier than this are tried
+SWAPS = 64  # most per layer
+APART = 1e30  # keeps replicas of one expert on different ranks, unless no other rank has room
+
+
+@dataclass(frozen=True)
+class Slots:
+    """``redundant`` slots beside one for each expert, over ``ranks``. ``hierarchical``: groups of experts (those of
+    group-limited routing) keep to one of ``nodes`` each, replicas inside."""
+
+    experts: int
+    ranks: int
+    redundant: int = 0
+    policy: str = "global"
+    groups: int = 1
+    nodes: int = 1
+
+    def __post_init__(self):
+        if self.experts < 1 or self.ranks < 1 or self.redundant < 0:
+            raise ValueError(f"eplb: experts and ranks must be >= 1, redundant >= 0, got {self}")
+        if self.total % self.ranks:
+            raise ValueError(
+                f"parallel.eplb.redundant={self.redundant}: {self.experts} experts and that many slots more do not "
+                f"divide over {self.ranks} ranks"
+            )
+        if self.total > self.experts * self.ranks:
+            raise ValueError(
+                f"parallel.eplb.redundant={self.redundant} is more than a replica of each of {self.experts} experts on "
+                f"each of {self.ranks} ranks"
+            )
+        if self.policy not in ("global", "hierarchical"):
+            raise ValueError(f"parallel.eplb.policy must be global or hierarchical, got {self.policy!r}")
+        if self.policy == "hierarchical" and (
+            self.nodes < 1 or self.groups % self.nodes or self.experts % self.groups or self.ranks % self.nodes
+        ):
+            raise ValueError(
+                f"parallel.eplb.policy=hierarchical needs nodes ({self.nodes}) that divide groups ({self.groups}) and "
+                f"ranks ({self.ranks}), and groups that divide experts ({self.experts}); or use policy=global"
+            )
+
+    @property
+    def total(self) -> int:
+        """P."""
+        return self.experts + self.redundant
+
+    @property
+    def replicas(self) -> int:
+        """Most replicas an expert can have."""
+        return min(self.ranks, 1 + self.redundant)
+
+
+def plan(load: np.ndarray, slots: Slots, old: np.ndarray | None = None, pause: Pause = lambda: None) -> np.ndarray:
+    """Expert [L, P] of each slot, rank by rank, for loads [L, E] >= 0; every expert has a slot at least.
+
+    With ``old`` ranks and slots are numbered so that as many as possible stay as they are there. Raises ValueError for
+    loads of another shape, or that are negative or not finite.
+    """
+    load = np.asarray(load, np.float64)
+    if load.ndim != 2 or load.shape[1] != slots.experts:
+        raise ValueError(f"eplb: loads must be [layers, {slots.experts}], got shape {load.shape}")
+    if not np.isfinite(load).all() or (load < 0).any():
+        raise ValueError("eplb: loads must be finite and >= 0")
+    mean = load.mean(1, keepdims=True)
+    load = load / np.where(mean > 0, mean, 1) + PRIOR
+    if slots.policy == "hierarchical" and slots.nodes > 1:
+        return _hierarchical(load, slots, old, pause)
+    new = _balance(load, slots.total, slots.ranks, pause)
+    return new.reshape(len(load), -1) if old is None else settle(new, old, slots.experts)
+
+
+def worthwhile(load: np.ndarray, old: np.ndarray, new: np.ndarray, ranks: int, min_gain: float) -> np.ndarray:
+    """Layers [L] whose heaviest rank would get lighter by more than ``min_gain`` of it, and by more than chance makes
+    an even load look uneven."""
+    before, after = (metric.rank_loads(metric.slot_loads(load, p), ranks) for p in (old, new))
+    most = np.maximum(before.max(1), 1e-300)
+    chance = np.sqrt(2 * np.log(max(ranks, 2)) / np.maximum(before.mean(1), 1e-300))
+    gain = 1 - after.max(1) / most
+    return (gain > min_gain) & (gain > np.minimum(chance, 0.5)) & (before.max(1) > 0)
+
+
+def _hierarchical(load: np.ndarray, slots: Slots, old: np.ndarray | None, pause: Pause) -> np.ndarray:
+    """Groups to nodes, then each node by itself. Which node has which groups is fixed anew each time; ranks and slots
+    are settled within a node."""
+    layers, per, nodes = len(load), slots.experts // slots.groups, slots.nodes
+    group = load.reshape(layers, slots.groups, per).sum(-1)
+    where = _balance(group, slots.groups, nodes, pause)  # [L, nodes, groups / nodes]
+    if old is not None:
+        homes = old.reshape(layers, nodes, -1) // per
+        where = _number(where, homes, slots.groups)
+    ids = (where[..., None] * per + np.arange(per)).reshape(layers * nodes, -1)  # experts of each node
+    mine = np.take_along_axis(np.repeat(load, nodes, 0), ids, 1)
+    inner = _balance(mine, slots.total // nodes, slots.ranks // nodes, pause)
+    new = np.take_along_axis(ids, inner.reshape(len(ids), -1), 1)
+    if old is not None:
+        new = settle(new.reshape(inner.shape), old.reshape(len(ids), -1), slots.experts)
+    return new.reshape(layers, -1)
+
+
+def _balance(load: np.ndarray, total: int, ranks: int, pause: Pause) -> np.ndarray:
+    """Experts [L, R, S] of ranks, for loads [L, E].
+
+    The hottest first is best unless few hot experts fill the ranks (8 of them with 40 replicas leave 8 of 32 ranks with
+    two, 32 replicas do not): where it is not even, replicas of at most a share of a rank's mean are tried as well.
+    """
+    if ranks == 1:
+        return np.tile(np.arange(load.shape[1]), (len(load), 1))[:, None]
+    held, worst = _placed(load, replicate(load, total, ranks, pause), ranks, pause)
+    for cap in CAPS if total > load.shape[1] else ():
+        uneven = np.flatnonzero(worst > FAIR)
+        count, fits = capped(load[uneven], total, ranks, cap)
+        uneven = uneven[fits]
+        if len(uneven):
+            other, its = _placed(load[uneven], count[fits], ranks, pause)
+            better = its < worst[uneven]
+            held[uneven[better]], worst[uneven[better]] = other[better], its[better]
+    return held
+
+
+def _placed(load: np.ndarray, count: np.ndarray, ranks: int, pause: Pause) -> tuple[np.ndarray, np.ndarray]:
+    """Experts [L, R, S] of ranks for replicas [L, E], and heaviest over mean rank [L]."""
+    layers, among = load.shape
+    share = load / count
+    experts = np.repeat(np.tile(np.arange(among), layers), count.ravel()).reshape(layers, -1)
+    order = np.argsort(-np.take_along_axis(share, experts, 1), 1, kind="stable")
+    experts = np.take_along_axis(experts, order, 1)
+    held = pack(np.take_along_axis(share, experts, 1), experts, ranks, among, pause)
+    separate(held, among)
+    refine(held, share, pause)
+    sums = np.take_along_axis(share, held.reshape(layers, -1), 1).reshape(held.shape).sum(-1)
+    return held, sums.max(1) / sums.mean(1)
+
+
+def capped(load: np.ndarray, total: int, ranks: int, cap: float) -> tuple[np.ndarray, np.ndarray]:
+    """As few replicas [L, E] as keep each within ``cap`` of a rank's mean load, what is left to the coldest experts; and
+    which layers [L] have slots for it."""
+    mean = load.sum(1, keepdims=True) / ranks
+    count = np.ceil(load / (cap * mean)).clip(1, ranks).astype(np.int64)
+    left = total - count.sum(1)
+    cold = np.argsort(np.argsort(load, 1, kind="stable"), 1)  # 0 is the coldest
+    count += cold < left[:, None]
+    return count, (left >= 0) & (count.sum(1) == total) & (count.max(1) <= ranks)
+
+
+def replicate(load: np.ndarray, total: int, most: int, pause: Pause = lambda: None) -> np.ndarray:
+    """Replicas [L, E] of each expert, 1 .. ``most``, ``total`` in all: one more, again and again, for the expert with
+    most load per replica."""
+    rows = np.arange(len(load))
+    count, share = np.ones(load.shape, np.int64), load.copy()
+    for _ in range(total - load.shape[1]):
+        hot = share.argmax(1)
+        count[rows, hot] += 1
+        now = count[rows, hot]
+        share[rows, hot] = np.where(now < most, load[rows, hot] / now, -inf)
+        pause()
+    return count
+
+
+def pack(weight: np.ndarray, experts: np.ndarray, ranks: int, among: int, pause: Pause = lambda: None) -> np.ndarray:
+    """Experts [L, R, S] of ranks, for replicas [L, P] in descending ``weight``: each goes to the lightest rank with room
+    that does not hold its expert, or else to the lightest with room."""
+    layers, total = weight.shape
+    each, rows = total // ranks, np.arange(layers)
+    held = np.zeros((layers, ranks, each), np.int64)
+    sums, used = np.zeros((layers, ranks)), np.zeros((layers, ranks), np.int64)
+    apart = np.zeros((layers, among, ranks))
+    for i in range(total):
+        e = experts[:, i]
+        rank = (sums + apart[rows, e]).argmin(1)
+        at = used[rows, rank]
+        held[rows, rank, at] = e
+        used[rows, rank] = at + 1
+        apart[rows, e, rank] = APART
+        sums[rows, rank] = np.where(at + 1 < each, sums[rows, rank] + weight[:, i], inf)
+        pause()
+    return held
+
+
+def separate(held: np.ndarray, among: int) -> None:
+    """Swap, in place, replicas of one expert that ended on one rank with those of another rank, where one can take them.
+
+    `pack` leaves few of them, so this goes one by one.
+    """
+    ordered = np.sort(held, -1)
+    for layer, rank in np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(-1)).tolist():
+        h = held[layer]
+        for slot in range(h.shape[1]):
+            e = h[rank, slot]
+            if (h[rank, :slot] != e).all():
+                continue
+            free = (h != e).all(1, keepdims=True) & ~np.isin(h, h[rank])
+            found = np.argwhere(free)
+            if len(found):
+                r, s = found[-1]  # packed last: light ones
+                h[rank, slot], h[r, s] = h[r, s], e
+
+
+def refine(held: np.ndarray, share: np.ndarray, pause: Pause = lambda: None) -> None:
+    """Swap slots in place between the heaviest rank and any other while the heavier of the two gets lighter.
+
+    held [L, R, S]; share [L, E]: load of one replica. No swap puts two replicas of an expert on one rank.
+    """
+    layers, ranks, each = held.shape
+    weight = np.take_along_axis(share, held.reshape(layers, -1), 1).reshape(held.shape)
+    has = np.zeros((layers, ranks, share.shape[1]), bool)
+    np.put_along_axis(has, held, True, 2)
+    live = np.arange(layers)
+    for _ in range(SWAPS):
+        sums = weight[live].sum(-1)
+        live = live[sums.max(1) > CLOSE * sums.mean(1)]
+        if not len(live):
+            return
+        live = live[_swap(live, held, weight, has)]
+        pause()
+
+
+def _swap(live: np.ndarray, held: np.ndarray, weight: np.ndarray, has: np.ndarray) -> np.ndarray:
+    """The best swap of the heaviest rank in each layer ``live``, made in place. True [live] where there was one."""
+    n, each = len(live), held.shape[2]
+    rows = np.arange(n)
+    h, w = held[live], weight[live]
+    sums = w.sum(-1)
+    top = sums.argmax(1)
+    mine, ids = w[rows, top], h[rows, top]  # [n, S]
+    delta = mine[:, :, None] - w.reshape(n, 1, -1)  # [n, S, P]: what the heaviest loses, the other gains
+    other = np.repeat(sums, each, 1)[:, None] + delta
+    worst = np.maximum(sums[rows, top][:, None, None] - delta, other)
+    taken = has[live]
+    theirs = np.take_along_axis(taken[rows, top], h.reshape(n, -1), 1)  # the heaviest holds what it would get
+    ours = taken[rows[:, None, None], np.arange(h.shape[1])[None, None], ids[:, :, None]]  # [n, S, R]
+    worst[np.repeat(ours, each, 2) | theirs[:, None]] = inf
+    best = worst.reshape(n, -1).argmin(1)
+    good = worst.reshape(n, -1)[rows, best] < sums[rows, top] * (1 - 1e-6)
+    slot, at = np.divmod(best, h.shape[1] * each)
+    rank, place = np.divmod(at, each)
+    l, t, s, r, p = (a[good] for a in (live, top, slot, rank, place))
+    a, b = held[l, t, s], held[l, r, p]
+    held[l, t, s], held[l, r, p] = b, a
+    weight[l, t, s], weight[l, r, p] = weight[l, r, p], weight[l, t, s]
+    has[l, t, a] = has[l, r, b] = False
+    has[l, t, b] = has[l, r, a] = True
+    return good
+
+
+def settle(new: np.ndarray, old: np.ndarray, among: int) -> np.ndarray:
+    """The plan [L, P] that holds what ``new`` [L, R, S] does, with ranks and then slots numbered to be as in ``old``
+    [L, P] wherever they can."""
+    layers, ranks, each = new.shape
+    old = old.reshape(new.shape)
+    new = _number(new, old, among)
+    out, free = np.full(new.shape, -1), np.ones(new.shape, bool)
+    for s in range(each):  # what stays, stays in its slot
+        same = (new == old[:, :, s, None]) & free
+        first = same.argmax(-1)[..., None]
+        stays = np.take_along_axis(same, first, -1)[..., 0]
+        out[stays, s] = old[stays, s]
+        layer, rank = np.nonzero(stays)
+        free[layer, rank, first[layer, rank, 0]] = False
+    out[out < 0] = new[free]
+    return out.reshape(layers, -1)
+
+
+def _number(new: np.ndarray, old: np.ndarray, among: int) -> np.ndarray:
+    """``new`` [L, R, S] with ranks renumbered: the pair (new, old [L, R, S']) that shares most becomes one rank, and so
+    on."""
+    layers, ranks, _ = new.shape
+    has = np.zeros((2, layers, ranks, among), np.float32)
+    for h, held in zip(has, (new, old), strict=True):
+        np.put_along_axis(h, held, 1, 2)
+    shared = has[1] @ has[0].transpose(0, 2, 1)  # [L, old, new]
+    rows, source = np.arange(layers), np.zeros((layers, ranks), np.int64)
+    for _ in range(ranks):
+        to, was = np.divmod(shared.reshape(layers, -1).argmax(1), ranks)
+        source[rows, to] = was
+        shared[rows, to] = -1
+        shared[rows, :, was] = -1
+    return np.take_along_axis(new, source[..., None], 1)
