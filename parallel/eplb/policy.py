@@ -18,8 +18,8 @@ Pause = Callable[[], None]
 PRIOR = 0.01  # of a layer's mean load, added to every expert: one not seen lately is not free
 CLOSE = 1.003  # heaviest over mean rank at which a layer is left alone
 FAIR = 1.02  # the same, at which other numbers of replicas are not tried
-CAPS = (1.0, 0.9, 0.5)  # of a rank's mean load: replicas no heavier than this are tried
-SWAPS = 64  # most per layer
+HEAVY = 64  # experts whose replicas decide how even it can get
+SWAPS, PARTNERS, GAIN = 24, 4, 1e-3  # most swaps a layer; lightest ranks to swap with; least gain, of a rank's mean
 APART = 1e30  # keeps replicas of one expert on different ranks, unless no other rank has room
 
 
@@ -119,20 +119,18 @@ def _hierarchical(load: np.ndarray, slots: Slots, old: np.ndarray | None, pause:
 def _balance(load: np.ndarray, total: int, ranks: int, pause: Pause) -> np.ndarray:
     """Experts [L, R, S] of ranks, for loads [L, E].
 
-    The hottest first is best unless few hot experts fill the ranks (8 of them with 40 replicas leave 8 of 32 ranks with
-    two, 32 replicas do not): where it is not even, replicas of at most a share of a rank's mean are tried as well.
+    Spare slots for the hottest are best unless few hot experts fill the ranks (8 of them with 40 replicas leave 8 of 32
+    ranks with two, 32 replicas do not): where it is not even, fewer of them are tried.
     """
     if ranks == 1:
         return np.tile(np.arange(load.shape[1]), (len(load), 1))[:, None]
-    held, worst = _placed(load, replicate(load, total, ranks, pause), ranks, pause)
-    for cap in CAPS if total > load.shape[1] else ():
-        uneven = np.flatnonzero(worst > FAIR)
-        count, fits = capped(load[uneven], total, ranks, cap)
-        uneven = uneven[fits]
-        if len(uneven):
-            other, its = _placed(load[uneven], count[fits], ranks, pause)
-            better = its < worst[uneven]
-            held[uneven[better]], worst[uneven[better]] = other[better], its[better]
+    held, worst = _placed(load, replicate(load, total, ranks, pause=pause), ranks, pause)
+    uneven = np.flatnonzero(worst > FAIR)
+    if len(uneven) and total > load.shape[1]:
+        hot = load[uneven]
+        other, its = _placed(hot, replicate(hot, total, ranks, sparing(hot, total, ranks, pause), pause), ranks, pause)
+        better = its < worst[uneven]
+        held[uneven[better]] = other[better]
     return held
 
 
@@ -150,29 +148,51 @@ def _placed(load: np.ndarray, count: np.ndarray, ranks: int, pause: Pause) -> tu
     return held, sums.max(1) / sums.mean(1)
 
 
-def capped(load: np.ndarray, total: int, ranks: int, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """As few replicas [L, E] as keep each within ``cap`` of a rank's mean load, what is left to the coldest experts; and
-    which layers [L] have slots for it."""
-    mean = load.sum(1, keepdims=True) / ranks
-    count = np.ceil(load / (cap * mean)).clip(1, ranks).astype(np.int64)
-    left = total - count.sum(1)
-    cold = np.argsort(np.argsort(load, 1, kind="stable"), 1)  # 0 is the coldest
-    count += cold < left[:, None]
-    return count, (left >= 0) & (count.sum(1) == total) & (count.max(1) <= ranks)
-
-
-def replicate(load: np.ndarray, total: int, most: int, pause: Pause = lambda: None) -> np.ndarray:
-    """Replicas [L, E] of each expert, 1 .. ``most``, ``total`` in all: one more, again and again, for the expert with
-    most load per replica."""
+def replicate(
+    load: np.ndarray, total: int, ranks: int, hottest: np.ndarray | None = None, pause: Pause = lambda: None
+) -> np.ndarray:
+    """Replicas [L, E] of each expert, 1 .. ``ranks``, ``total`` in all: one more, again and again, for the expert with
+    most load per replica; after ``hottest`` [L] of them, for the coldest."""
     rows = np.arange(len(load))
     count, share = np.ones(load.shape, np.int64), load.copy()
-    for _ in range(total - load.shape[1]):
-        hot = share.argmax(1)
-        count[rows, hot] += 1
-        now = count[rows, hot]
-        share[rows, hot] = np.where(now < most, load[rows, hot] / now, -inf)
+    for i in range(total - load.shape[1]):
+        more = share.argmax(1)
+        if hottest is not None:
+            cold = np.where(count < ranks, count * APART + load, inf).argmin(1)
+            more = np.where(i < hottest, more, cold)
+        count[rows, more] += 1
+        now = count[rows, more]
+        share[rows, more] = np.where(now < ranks, load[rows, more] / now, -inf)
         pause()
     return count
+
+
+def sparing(load: np.ndarray, total: int, ranks: int, pause: Pause = lambda: None) -> np.ndarray:
+    """How many of the spare slots to give to the hottest [L]: the most with the least bound on the heaviest rank.
+
+    Some rank has the heaviest replica, some rank two of the R + 1 heaviest, some rank three of the 2 R + 1 heaviest, and
+    each is filled up with light ones.
+    """
+    each, layers = total // ranks, np.arange(len(load))
+    filler = np.concatenate((np.zeros((len(load), 1)), np.sort(load, 1).cumsum(1)), 1)
+    filler = [filler[:, max(each - n, 0)] for n in (1, 2, 3)]
+    top = np.sort(load, 1)[:, : -HEAVY - 1 : -1]
+    count, best, chosen = np.ones_like(top), np.full(len(load), inf), np.zeros(len(load), np.int64)
+    for spare in range(total - load.shape[1] + 1):
+        share = np.where(count > ranks, -inf, top / count)
+        order = np.argsort(-share, 1)
+        upto = np.take_along_axis(count, order, 1).cumsum(1)
+        at = lambda n: np.where(upto[:, -1] < n, 0, share[layers, order[layers, (upto >= n).argmax(1)]])  # noqa: B023, E731
+        second, third = at(ranks + 1), at(2 * ranks + 1)
+        bound = np.maximum.reduce((
+            at(1) + filler[0], np.where(second > 0, at(ranks) + second + filler[1], 0),
+            np.where(third > 0, 3 * third + filler[2], 0),
+        ))  # fmt: skip
+        chosen = np.where(bound <= best, spare, chosen)
+        best = np.minimum(bound, best)
+        count[layers, order[:, 0]] += 1
+        pause()
+    return chosen
 
 
 def pack(weight: np.ndarray, experts: np.ndarray, ranks: int, among: int, pause: Pause = lambda: None) -> np.ndarray:
@@ -234,24 +254,26 @@ def refine(held: np.ndarray, share: np.ndarray, pause: Pause = lambda: None) -> 
 
 
 def _swap(live: np.ndarray, held: np.ndarray, weight: np.ndarray, has: np.ndarray) -> np.ndarray:
-    """The best swap of the heaviest rank in each layer ``live``, made in place. True [live] where there was one."""
+    """The best swap of the heaviest rank with one of the lightest, in each layer ``live``, made in place. True [live]
+    where it gained something."""
     n, each = len(live), held.shape[2]
     rows = np.arange(n)
-    h, w = held[live], weight[live]
-    sums = w.sum(-1)
+    sums = weight[live].sum(-1)
     top = sums.argmax(1)
-    mine, ids = w[rows, top], h[rows, top]  # [n, S]
-    delta = mine[:, :, None] - w.reshape(n, 1, -1)  # [n, S, P]: what the heaviest loses, the other gains
-    other = np.repeat(sums, each, 1)[:, None] + delta
-    worst = np.maximum(sums[rows, top][:, None, None] - delta, other)
-    taken = has[live]
-    theirs = np.take_along_axis(taken[rows, top], h.reshape(n, -1), 1)  # the heaviest holds what it would get
-    ours = taken[rows[:, None, None], np.arange(h.shape[1])[None, None], ids[:, :, None]]  # [n, S, R]
-    worst[np.repeat(ours, each, 2) | theirs[:, None]] = inf
+    light = np.argpartition(sums, min(PARTNERS, sums.shape[1] - 1), 1)[:, :PARTNERS]
+    mine, ids = weight[live, top], held[live, top]  # [n, S]
+    there = live[:, None], light
+    its, theirs = weight[there].reshape(n, -1), held[there].reshape(n, -1)  # [n, Q]
+    delta = mine[:, :, None] - its[:, None]  # [n, S, Q]: what the heaviest loses, the other gains
+    high, low = sums[rows, top], np.repeat(np.take_along_axis(sums, light, 1), each, 1)
+    worst = np.maximum(high[:, None, None] - delta, low[:, None] + delta)
+    held_here = has[live[:, None], top[:, None], theirs]  # [n, Q]: the heaviest has what it would get
+    held_there = has[live[:, None, None], light[:, None], ids[:, :, None]]  # [n, S, partners]
+    worst[np.repeat(held_there, each, 2) | held_here[:, None]] = inf
     best = worst.reshape(n, -1).argmin(1)
-    good = worst.reshape(n, -1)[rows, best] < sums[rows, top] * (1 - 1e-6)
-    slot, at = np.divmod(best, h.shape[1] * each)
-    rank, place = np.divmod(at, each)
+    good = worst.reshape(n, -1)[rows, best] < high - GAIN * sums.mean(1)
+    slot, at = np.divmod(best, theirs.shape[1])
+    rank, place = light[rows, at // each], at % each
     l, t, s, r, p = (a[good] for a in (live, top, slot, rank, place))
     a, b = held[l, t, s], held[l, r, p]
     held[l, t, s], held[l, r, p] = b, a

@@ -7,6 +7,7 @@ What a slot holds changes at times, so counts are turned into those of experts b
 import numpy as np
 
 ROWS = 16  # of the ring: its grain is a sixteenth of the window
+MOVES = 2.0  # times the distance of odd from even rows at which a load counts as moving on
 
 
 class Window:
@@ -40,9 +41,24 @@ class Window:
         flat = (plan + np.arange(layers)[:, None] * experts).ravel()
         self.ring[0] += np.bincount(flat, gained.ravel(), layers * experts).astype(np.int64).reshape(layers, experts)
 
-    def total(self) -> np.ndarray:
-        """int64 [L, E]."""
-        return self.ring.sum(0)
 
-    def clear(self) -> None:
-        self.ring[:] = 0
+def recent(rows: np.ndarray) -> np.ndarray:
+    """Load [L, E] to plan for, from rows [K, L, E], newest first: that of all rows, or of the newer half (and so on)
+    where the load moves on.
+
+    It moves on where the two halves differ much more than odd rows do from even ones: what merely comes and goes is
+    better averaged over all rows.
+    """
+    rows = rows[rows.sum((1, 2)) > 0]
+    while len(rows) >= 4:
+        half = len(rows) // 2
+        if _apart(rows[:half], rows[half:]) < MOVES * _apart(rows[::2], rows[1::2]):
+            break
+        rows = rows[:half]
+    return rows.sum(0)
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    """Squared distance of two sets of rows, each as shares of its layers' load."""
+    a, b = (x.sum(0) / np.maximum(x.sum((0, 2)), 1)[:, None] for x in (a, b))
+    return float(((a - b) ** 2).sum())
