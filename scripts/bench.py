@@ -5,9 +5,10 @@ replay      rows and time of a prefill by layer, whole against bounded replay
 engine      the engine against the plain loop: decode steps by batch, prefill by length
 scheduler   host work of a step with 256 running requests, prompts of 1k and 855k, with drafts
 admission   a prompt of 855,000 tokens admitted, cold and cached, against a scheduler of lists
+eplb        placement of experts on streams of routing: fitted on earlier steps, judged on later ones
 """
 
-from scripts.benches import admission, decode, engine, replay, scheduler
+from scripts.benches import admission, decode, engine, eplb, replay, scheduler
 from scripts.build import Settings
 from scripts.entry import entry
 
@@ -17,6 +18,7 @@ BENCHES = {
     "engine": engine.run,
     "scheduler": scheduler.run,
     "admission": admission.run,
+    "eplb": eplb.run,
 }
 
 
