@@ -16,7 +16,7 @@ def rank_loads(slots: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def slot_loads(load: np.ndarray, plan: np.ndarray) -> np.ndarray:
-    """Loads [.., L, P] of slots that a plan [L, P] gives: an expert's load [.., L, E] in equal parts to its replicas."""
+    """Loads [.., L, P] of slots under a plan [L, P]: an expert's load [.., L, E] in equal parts to its replicas."""
     each = load / np.maximum(counts(plan, load.shape[-1]), 1)
     return np.take_along_axis(each, np.broadcast_to(plan, (*load.shape[:-1], plan.shape[-1])), -1)
 
@@ -45,8 +45,8 @@ def per_layer(t: np.ndarray) -> dict[str, float]:
 
 
 def recovered(before: float, after: float) -> dict[str, float]:
-    """The share of the gap to B = 1 that was recovered, in three forms: ``linear`` in B, in ``log`` B, and in ``excess``
-    time over an even load (1 / B - 1). All 1 where there was no gap."""
+    """The share of the gap to B = 1 that was recovered, in three forms: ``linear`` in B, in ``log`` B, and in time in
+    ``excess`` of an even load's (1 / B - 1). All 1 where there was no gap."""
     if before >= 1:
         return {"linear": 1.0, "log": 1.0, "excess": 1.0}
     return {

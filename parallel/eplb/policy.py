@@ -1,9 +1,10 @@
 """Which expert each slot should hold, from loads. L layers, E experts, P slots, R ranks, S = P / R slots a rank.
 
 After deepseek-ai/EPLB: `replicate` gives spare slots to the experts with most load per replica, `pack` puts replicas,
-heaviest first, on the lightest rank with room. Here both run over all layers at once, replicas of one expert go to
-ranks of their own, `refine` swaps slots between the heaviest rank and others, and `settle` numbers ranks and slots so
-that little moves. numpy only; ``pause`` is called between small calls, so that a planning thread can let others run.
+heaviest first, on the lightest rank with room. Here both run over all layers at once; replicas of one expert go to
+ranks of their own; experts that are busy at the same times go to different ranks; `refine` swaps slots between the
+heaviest rank and others, and `settle` numbers ranks and slots so that little moves. numpy only; ``pause`` is called
+between small calls, so that a planning thread can let others run.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ CLOSE = 1.003  # heaviest over mean rank at which a layer is left alone
 FAIR = 1.02  # the same, at which other numbers of replicas are not tried
 HEAVY = 64  # experts whose replicas decide how even it can get
 SWAPS, PARTNERS, GAIN = 24, 4, 1e-3  # most swaps a layer; lightest ranks to swap with; least gain, of a rank's mean
+TIMES = 8  # most stretches of time to tell apart
 APART = 1e30  # keeps replicas of one expert on different ranks, unless no other rank has room
 
 
@@ -69,23 +71,40 @@ class Slots:
         return min(self.ranks, 1 + self.redundant)
 
 
-def plan(load: np.ndarray, slots: Slots, old: np.ndarray | None = None, pause: Pause = lambda: None) -> np.ndarray:
+def plan(
+    load: np.ndarray, slots: Slots, old: np.ndarray | None = None, rows: np.ndarray | None = None,
+    pause: Pause = lambda: None,
+) -> np.ndarray:  # fmt: skip
     """Expert [L, P] of each slot, rank by rank, for loads [L, E] >= 0; every expert has a slot at least.
 
-    With ``old`` ranks and slots are numbered so that as many as possible stay as they are there. Raises ValueError for
-    loads of another shape, or that are negative or not finite.
+    With ``old`` ranks and slots are numbered so that as many as possible stay as they are there. ``rows`` [K, L, E]:
+    loads of consecutive stretches of time, which tell what is busy together. Raises ValueError for loads of another
+    shape, or that are negative or not finite.
     """
     load = np.asarray(load, np.float64)
     if load.ndim != 2 or load.shape[1] != slots.experts:
         raise ValueError(f"eplb: loads must be [layers, {slots.experts}], got shape {load.shape}")
     if not np.isfinite(load).all() or (load < 0).any():
         raise ValueError("eplb: loads must be finite and >= 0")
-    mean = load.mean(1, keepdims=True)
-    load = load / np.where(mean > 0, mean, 1) + PRIOR
+    load, times = _relative(load), _profile(load, rows)
     if slots.policy == "hierarchical" and slots.nodes > 1:
-        return _hierarchical(load, slots, old, pause)
-    new = _balance(load, slots.total, slots.ranks, pause)
+        return _hierarchical(load, times, slots, old, pause)
+    new = _balance(load, times, slots.total, slots.ranks, pause)
     return new.reshape(len(load), -1) if old is None else settle(new, old, slots.experts)
+
+
+def _relative(load: np.ndarray) -> np.ndarray:
+    """Loads [.., E] over their mean, none of them zero."""
+    mean = load.mean(-1, keepdims=True)
+    return load / np.where(mean > 0, mean, 1) + PRIOR
+
+
+def _profile(load: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+    """Relative loads [L, E, C] of up to TIMES stretches of time; those of all time where none are given."""
+    if rows is None or not len(rows):
+        return _relative(load)[..., None]
+    cuts = np.linspace(0, len(rows), min(TIMES, len(rows)) + 1).astype(int)[:-1]
+    return np.ascontiguousarray(_relative(np.add.reduceat(rows.astype(np.float64), cuts, 0)).transpose(1, 2, 0))
 
 
 def worthwhile(load: np.ndarray, old: np.ndarray, new: np.ndarray, ranks: int, min_gain: float) -> np.ndarray:
@@ -98,50 +117,57 @@ def worthwhile(load: np.ndarray, old: np.ndarray, new: np.ndarray, ranks: int, m
     return (gain > min_gain) & (gain > np.minimum(chance, 0.5)) & (before.max(1) > 0)
 
 
-def _hierarchical(load: np.ndarray, slots: Slots, old: np.ndarray | None, pause: Pause) -> np.ndarray:
+def _hierarchical(
+    load: np.ndarray, times: np.ndarray, slots: Slots, old: np.ndarray | None, pause: Pause
+) -> np.ndarray:
     """Groups to nodes, then each node by itself. Which node has which groups is fixed anew each time; ranks and slots
     are settled within a node."""
     layers, per, nodes = len(load), slots.experts // slots.groups, slots.nodes
     group = load.reshape(layers, slots.groups, per).sum(-1)
-    where = _balance(group, slots.groups, nodes, pause)  # [L, nodes, groups / nodes]
+    together = times.reshape(layers, slots.groups, per, -1).sum(2)
+    where = _balance(group, together, slots.groups, nodes, pause)  # [L, nodes, groups / nodes]
     if old is not None:
         homes = old.reshape(layers, nodes, -1) // per
         where = _number(where, homes, slots.groups)
     ids = (where[..., None] * per + np.arange(per)).reshape(layers * nodes, -1)  # experts of each node
     mine = np.take_along_axis(np.repeat(load, nodes, 0), ids, 1)
-    inner = _balance(mine, slots.total // nodes, slots.ranks // nodes, pause)
+    times = np.take_along_axis(np.repeat(times, nodes, 0), ids[..., None], 1)
+    inner = _balance(mine, times, slots.total // nodes, slots.ranks // nodes, pause)
     new = np.take_along_axis(ids, inner.reshape(len(ids), -1), 1)
     if old is not None:
         new = settle(new.reshape(inner.shape), old.reshape(len(ids), -1), slots.experts)
     return new.reshape(layers, -1)
 
 
-def _balance(load: np.ndarray, total: int, ranks: int, pause: Pause) -> np.ndarray:
-    """Experts [L, R, S] of ranks, for loads [L, E].
+def _balance(load: np.ndarray, times: np.ndarray, total: int, ranks: int, pause: Pause) -> np.ndarray:
+    """Experts [L, R, S] of ranks, for loads [L, E], which are ``times`` [L, E, C] one after another.
 
     Spare slots for the hottest are best unless few hot experts fill the ranks (8 of them with 40 replicas leave 8 of 32
     ranks with two, 32 replicas do not): where it is not even, fewer of them are tried.
     """
     if ranks == 1:
         return np.tile(np.arange(load.shape[1]), (len(load), 1))[:, None]
-    held, worst = _placed(load, replicate(load, total, ranks, pause=pause), ranks, pause)
+    held, worst = _placed(load, times, replicate(load, total, ranks, pause=pause), ranks, pause)
     uneven = np.flatnonzero(worst > FAIR)
     if len(uneven) and total > load.shape[1]:
         hot = load[uneven]
-        other, its = _placed(hot, replicate(hot, total, ranks, sparing(hot, total, ranks, pause), pause), ranks, pause)
+        count = replicate(hot, total, ranks, sparing(hot, total, ranks, pause), pause)
+        other, its = _placed(hot, times[uneven], count, ranks, pause)
         better = its < worst[uneven]
         held[uneven[better]] = other[better]
     return held
 
 
-def _placed(load: np.ndarray, count: np.ndarray, ranks: int, pause: Pause) -> tuple[np.ndarray, np.ndarray]:
+def _placed(
+    load: np.ndarray, times: np.ndarray, count: np.ndarray, ranks: int, pause: Pause
+) -> tuple[np.ndarray, np.ndarray]:
     """Experts [L, R, S] of ranks for replicas [L, E], and heaviest over mean rank [L]."""
     layers, among = load.shape
     share = load / count
     experts = np.repeat(np.tile(np.arange(among), layers), count.ravel()).reshape(layers, -1)
     order = np.argsort(-np.take_along_axis(share, experts, 1), 1, kind="stable")
     experts = np.take_along_axis(experts, order, 1)
-    held = pack(np.take_along_axis(share, experts, 1), experts, ranks, among, pause)
+    held = pack(times / count[..., None], experts, ranks, pause)
     separate(held, among)
     refine(held, share, pause)
     sums = np.take_along_axis(share, held.reshape(layers, -1), 1).reshape(held.shape).sum(-1)
@@ -170,8 +196,8 @@ def replicate(
 def sparing(load: np.ndarray, total: int, ranks: int, pause: Pause = lambda: None) -> np.ndarray:
     """How many of the spare slots to give to the hottest [L]: the most with the least bound on the heaviest rank.
 
-    Some rank has the heaviest replica, some rank two of the R + 1 heaviest, some rank three of the 2 R + 1 heaviest, and
-    each is filled up with light ones.
+    Some rank has the heaviest replica, some rank two of the R + 1 heaviest, some rank three of the 2 R + 1 heaviest,
+    and each is filled up with light ones.
     """
     each, layers = total // ranks, np.arange(len(load))
     filler = np.concatenate((np.zeros((len(load), 1)), np.sort(load, 1).cumsum(1)), 1)
@@ -195,28 +221,33 @@ def sparing(load: np.ndarray, total: int, ranks: int, pause: Pause = lambda: Non
     return chosen
 
 
-def pack(weight: np.ndarray, experts: np.ndarray, ranks: int, among: int, pause: Pause = lambda: None) -> np.ndarray:
-    """Experts [L, R, S] of ranks, for replicas [L, P] in descending ``weight``: each goes to the lightest rank with room
-    that does not hold its expert, or else to the lightest with room."""
-    layers, total = weight.shape
+def pack(times: np.ndarray, experts: np.ndarray, ranks: int, pause: Pause = lambda: None) -> np.ndarray:
+    """Experts [L, R, S] of ranks, for replicas [L, P] in descending load: each goes to a rank with room that does not
+    hold its expert, or else to any with room; of these to the one that is lightest at the times at which it is heavy.
+
+    times [L, E, C]: load of one replica.
+    """
+    layers, total = experts.shape
     each, rows = total // ranks, np.arange(layers)
-    held = np.zeros((layers, ranks, each), np.int64)
-    sums, used = np.zeros((layers, ranks)), np.zeros((layers, ranks), np.int64)
-    apart = np.zeros((layers, among, ranks))
+    held, used = np.zeros((layers, ranks, each), np.int64), np.zeros((layers, ranks), np.int64)
+    sums, full = np.zeros((layers, ranks, times.shape[2])), np.zeros((layers, ranks))
+    apart = np.zeros((layers, times.shape[1], ranks))
     for i in range(total):
         e = experts[:, i]
-        rank = (sums + apart[rows, e]).argmin(1)
+        load = times[rows, e]
+        rank = ((sums @ load[..., None])[..., 0] + apart[rows, e] + full).argmin(1)
         at = used[rows, rank]
         held[rows, rank, at] = e
         used[rows, rank] = at + 1
         apart[rows, e, rank] = APART
-        sums[rows, rank] = np.where(at + 1 < each, sums[rows, rank] + weight[:, i], inf)
+        sums[rows, rank] += load
+        full[rows, rank] = np.where(at + 1 < each, 0, inf)
         pause()
     return held
 
 
 def separate(held: np.ndarray, among: int) -> None:
-    """Swap, in place, replicas of one expert that ended on one rank with those of another rank, where one can take them.
+    """Swap, in place, replicas of one expert that ended on one rank with those of a rank that can take them, if any.
 
     `pack` leaves few of them, so this goes one by one.
     """
@@ -239,9 +270,9 @@ def refine(held: np.ndarray, share: np.ndarray, pause: Pause = lambda: None) -> 
 
     held [L, R, S]; share [L, E]: load of one replica. No swap puts two replicas of an expert on one rank.
     """
-    layers, ranks, each = held.shape
+    layers = len(held)
     weight = np.take_along_axis(share, held.reshape(layers, -1), 1).reshape(held.shape)
-    has = np.zeros((layers, ranks, share.shape[1]), bool)
+    has = np.zeros((*held.shape[:2], share.shape[1]), bool)
     np.put_along_axis(has, held, True, 2)
     live = np.arange(layers)
     for _ in range(SWAPS):
@@ -286,7 +317,7 @@ def _swap(live: np.ndarray, held: np.ndarray, weight: np.ndarray, has: np.ndarra
 def settle(new: np.ndarray, old: np.ndarray, among: int) -> np.ndarray:
     """The plan [L, P] that holds what ``new`` [L, R, S] does, with ranks and then slots numbered to be as in ``old``
     [L, P] wherever they can."""
-    layers, ranks, each = new.shape
+    layers, _, each = new.shape
     old = old.reshape(new.shape)
     new = _number(new, old, among)
     out, free = np.full(new.shape, -1), np.ones(new.shape, bool)

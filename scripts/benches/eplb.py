@@ -14,7 +14,7 @@ import numpy as np
 
 from parallel.eplb import metric, policy
 from parallel.eplb.policy import Slots
-from parallel.eplb.window import recent
+from parallel.eplb.window import ROWS, recent
 from scripts import report
 from scripts.benches import streams
 from scripts.benches.streams import Size
@@ -27,12 +27,13 @@ CHOICES = 400_000  # a layer and interval: 100 steps of 21 rows a rank, 6 choice
 PARTS = {"target": (Size(40, 384, RANKS, CHOICES), 0.35, 32), "drafter": (Size(3, 128, RANKS, CHOICES), 0.21, 32)}
 TRACE_RANKS = 4  # of a trace of a small model, with as many redundant slots
 PLANS = 20
+COLUMNS = ("part", "stream", "redundant", "before", "after", "followed")
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One stream: balance of later intervals with experts in order, with the plan kept (``after``), and with a plan made
-    anew before each interval (``followed``)."""
+    """One stream: balance of later intervals with experts in order, with the plan kept (``after``), and with a plan
+    made anew before each interval (``followed``)."""
 
     before: float
     after: float
@@ -44,14 +45,16 @@ def judge(choices: np.ndarray, slots: Slots) -> Judged:
     """``choices`` [I, L, E]: the first half is fitted on."""
     half, ranks = len(choices) // 2, slots.ranks
     later, plain = choices[half:], np.tile(np.arange(slots.experts), (choices.shape[1], 1))
-    plan = policy.plan(recent(choices[half - 1 :: -1]), slots)
+    seen = choices[half - 1 :: -1]
+    plan = policy.plan(recent(seen), slots, rows=seen)
     before = metric.rank_loads(metric.slot_loads(later, plain), ranks)
     after = metric.rank_loads(metric.slot_loads(later, plan), ranks)
     followed, now = [], plan
     for i, interval in enumerate(later, half):
-        seen = recent(choices[i - 1 : i - 1 - half if i > half else None : -1])
-        new = policy.plan(seen, slots, old=now)
-        now = np.where(policy.worthwhile(seen, now, new, ranks, 0.02)[:, None], new, now)
+        seen = choices[i - 1 : i - 1 - half if i > half else None : -1]
+        load = recent(seen)
+        new = policy.plan(load, slots, now, seen)
+        now = np.where(policy.worthwhile(load, now, new, ranks, 0.02)[:, None], new, now)
         followed.append(metric.rank_loads(metric.slot_loads(interval, now), ranks))
     mean = lambda loads: float(np.mean([metric.balancedness(t) for t in loads]))  # noqa: E731
     return Judged(mean(before), mean(after), mean(followed), (before, after))
@@ -59,22 +62,26 @@ def judge(choices: np.ndarray, slots: Slots) -> Judged:
 
 def plan_seconds(size: Size, slots: Slots, wanted: float) -> tuple[list[float], list[float]]:
     """Seconds of PLANS plans: by the clock, and of this thread on a core."""
-    load = streams.make("zipf", size, 1, wanted)[0]
+    rows = streams.make("zipf", size, ROWS, wanted)
+    load = rows.sum(0)
     old, wall, core = policy.plan(np.ones(load.shape), slots), [], []
     for _ in range(PLANS):
         begin, began = time.perf_counter(), time.thread_time()
-        policy.plan(load, slots, old=old)
+        policy.plan(load, slots, old, rows)
         wall.append(time.perf_counter() - begin)
         core.append(time.thread_time() - began)
     return wall, core
 
 
 def heatmap(name: str, judged: Judged) -> None:
-    """Load of ranks over time (mean of layers), and by layer, before and after, as shares of a layer's mean."""
+    """Load of ranks over time in the most uneven layer, and by layer, before and after, as shares of the mean."""
+    most = judged.loads[0].sum(0)
+    worst = int((most.max(-1) / np.maximum(most.mean(-1), 1e-9)).argmax())
     with report.plot(f"load_{name}", 4) as axes:
         for i, (when, loads) in enumerate(zip(("in order", "planned"), judged.loads, strict=True)):
             share = loads / np.maximum(loads.mean(-1, keepdims=True), 1e-9)
-            for ax, values, what in ((axes[i], share.mean(1), "interval"), (axes[2 + i], share.mean(0), "layer")):
+            over_time = axes[i], share[:, worst], f"interval (layer {worst})"
+            for ax, values, what in (over_time, (axes[2 + i], share.mean(0), "layer")):
                 ax.imshow(values, aspect="auto", vmin=0, vmax=3, cmap="magma", interpolation="nearest")
                 ax.set(title=f"{when}: load / mean", xlabel="rank", ylabel=what)
 
@@ -121,6 +128,6 @@ def run(s: Settings) -> dict:
         heatmap(part, first)
     size, wanted, redundant = PARTS["target"]
     wall, core = plan_seconds(size, Slots(size.experts, size.ranks, redundant), wanted)
-    report.table("balance", ["part", "stream", "redundant", "before", "after", "followed", "linear", "log", "excess"], rows)
+    report.table("balance", [*COLUMNS, *metric.recovered(0.5, 1)], rows)
     out |= {"plan_ms": round(min(wall) * 1e3, 2), "plan_ms_median": round(median(wall) * 1e3, 2)}
     return {**out, "plan_core_ms": round(median(core) * 1e3, 2), "plan_layers": size.layers, "plan_ranks": size.ranks}
