@@ -71,26 +71,34 @@ class Pages:
         self._blanks -= (blank := min(self._blanks, count))
         taken = self._blank[self._blanks : self._blanks + blank].copy()
         if blank < count:
-            taken = np.concatenate((taken, self._reclaim(count - blank)))
+            reclaimed = np.array(self._reclaim(count - blank), np.int32)
+            taken = np.concatenate((taken, reclaimed)) if blank else reclaimed
         self.refs[taken] = 1
         self.free -= count
         return taken
 
-    def _reclaim(self, count: int) -> np.ndarray:
-        """The named pages [count] that were freed longest ago, nameless now."""
-        taken: list[np.ndarray] = []
-        while count:
-            where = np.arange(self._head, min(self._head + count, self._tail))
-            pages = self._queue[where % len(self._queue)]
-            pages = pages[self._place[pages] == where]
-            self._head, count = int(where[-1]) + 1, count - len(pages)
-            taken.append(pages)
-        pages = np.concatenate(taken)
-        for page in pages.tolist():
+    def _reclaim(self, count: int) -> list[int]:
+        """The named pages that were freed longest ago, nameless now. One by one: there are few, and most entries of the
+        queue count."""
+        taken: list[int] = []
+        size = len(self._queue)
+        while len(taken) < count:
+            page = self._queue.item(self._head % size)
+            if self._place.item(page) != self._head:
+                self._skip()
+                continue
+            self._head += 1
             del self._index[self._names[page]]
             self._names[page] = None
-        self._since[pages], self._place[pages] = _NEVER, -1
-        return pages
+            taken.append(page)
+        self._since[taken], self._place[taken] = _NEVER, -1
+        return taken
+
+    def _skip(self) -> None:
+        """Pass entries that do not count, perhaps those of a long prompt that was found again."""
+        where = np.arange(self._head, min(self._head + _LOOKUPS, self._tail))
+        counts = (self._place[self._queue[where % len(self._queue)]] == where).nonzero()[0]
+        self._head += int(counts[0]) if len(counts) else len(where)
 
     def find(self, names: Sequence[bytes], limit: int) -> np.ndarray:
         """Pages [h] of the longest run of ``names[:limit]``, from the first, that is cached. Holds nothing."""

@@ -90,8 +90,11 @@ class Table:
     def give(self, slots: np.ndarray, need: np.ndarray, taken: np.ndarray) -> None:
         """The first ``need[0]`` of pages ``taken`` go to ``slots[0]``, and so on."""
         have = self.capacity[slots] // self.page_size
-        first = np.cumsum(need) - need
-        self.pages[slots.repeat(need), np.arange(len(taken)) + (have - first).repeat(need)] = taken
+        if len(taken) == len(slots) and need.all():  # one each
+            self.pages[slots, have] = taken
+        else:
+            first = np.cumsum(need) - need
+            self.pages[slots.repeat(need), np.arange(len(taken)) + (have - first).repeat(need)] = taken
         self.capacity[slots] += need * self.page_size
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> Added:
