@@ -159,10 +159,11 @@ class Scheduler:
             return rows, drafts
         slots = rows[short]
         reach = np.minimum(t.total[slots] + ahead, t.limit[slots])
-        need = np.maximum(-(-reach // t.page_size) - t.capacity[slots] // t.page_size, 0)
-        taken = self.pages.take(int(need.sum()))
+        have = t.capacity[slots] // t.page_size
+        need = -(-reach // t.page_size) - have
+        taken = self.pages.take(sum(need.tolist()))
         if taken is not None:
-            t.give(slots, need, taken)
+            t.give(slots, have, need, taken)
             return rows, drafts
         yielded = []
         for slot, tokens in zip(slots.tolist(), reach.tolist(), strict=True):

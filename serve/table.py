@@ -87,15 +87,14 @@ class Table:
         """The pages [h] of a sequence, a view."""
         return self.pages[slot, : self.capacity[slot] // self.page_size]
 
-    def give(self, slots: np.ndarray, need: np.ndarray, taken: np.ndarray) -> None:
-        """The first ``need[0]`` of pages ``taken`` go to ``slots[0]``, and so on."""
-        have = self.capacity[slots] // self.page_size
+    def give(self, slots: np.ndarray, have: np.ndarray, need: np.ndarray, taken: np.ndarray) -> None:
+        """The first ``need[0]`` of pages ``taken`` go to ``slots[0]``, behind the ``have[0]`` that it has, and so on."""
         if len(taken) == len(slots) and need.all():  # one each
             self.pages[slots, have] = taken
         else:
             first = np.cumsum(need) - need
             self.pages[slots.repeat(need), np.arange(len(taken)) + (have - first).repeat(need)] = taken
-        self.capacity[slots] += need * self.page_size
+        self.capacity[slots] = (have + need) * self.page_size
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> Added:
         """Take in the first ``counts`` [R] of ``tokens`` [R, K] of each sequence, as far as its limit and its stop ids
@@ -113,7 +112,7 @@ class Table:
         self._flat[begin + self._firsts[: len(by_place)]] = (
             by_place  # drafts that failed, too: overwritten, or past the end
         )
-        self.last[slots] = self._flat[begin + keep - 1]
+        self.last[slots] = by_place[0] if len(by_place) == 1 else self._flat[begin + keep - 1]
         self.total[slots], self.computed[slots] = after, np.minimum(before + counts - 1, after)
         flat = tokens[self._kept[keep, : len(by_place)]]
         return Added(keep, flat.astype(np.int32), ended.nonzero()[0], stopped)

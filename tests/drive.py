@@ -93,7 +93,7 @@ class Tags:
         self.ring = s.rule.window + s.limits.drafts
         self.pages = np.zeros((s.serve.pages + 1, self.size), np.int64)
         slots = 1 + s.serve.max_batch + s.serve.retained
-        self.rings = np.zeros((2, slots, self.ring), np.int64)  # of layers that run on every row, and of late ones
+        self.rings = np.zeros((3, slots, self.ring), np.int64)  # early layers, late ones, and `_depth` of the early
         self.requests: dict[int, Ask] = {}
         self.rows = 0  # computed so far
 
@@ -173,6 +173,17 @@ class Tags:
         self.pages[part.pages[position[own] // self.size], position[own] % self.size] = value[own]
         for at, tagged in zip(position.tolist(), value.tolist()):  # in this order: a stretch may be longer than a ring
             self.rings[: 1 + (at >= part.kept_from), part.slot, at % self.ring] = tagged
+            self.rings[2, part.slot, at % self.ring] = depth = self._depth(part, at)
+            exact = self.s.rule.mode == "replay" or at < part.write_from or depth == self.s.rule.layers
+            assert exact, f"row {at} is written and not exact: {depth} of {self.s.rule.layers} layers"
+
+    def _depth(self, part: Part, position: int) -> int:
+        """Layers whose row at a position is as in a prefill without hits: one more than those of all rows it sees."""
+        layers, first = self.s.rule.layers, position - self.s.rule.window + 1
+        if first > 0 and first < part.floor:
+            return 1
+        seen = [self.rings[2, part.slot, at % self.ring] for at in range(max(0, first), position)]
+        return min(layers, 1 + min(seen, default=layers))
 
     def _read(self, part: Part) -> None:
         """Every row that the step's rows attend to is there; of the rings, those that the last row sees."""
