@@ -88,7 +88,7 @@ class Table:
         return self.pages[slot, : self.capacity[slot] // self.page_size]
 
     def give(self, slots: np.ndarray, have: np.ndarray, need: np.ndarray, taken: np.ndarray) -> None:
-        """The first ``need[0]`` of pages ``taken`` go to ``slots[0]``, behind the ``have[0]`` that it has, and so on."""
+        """The first ``need[0]`` of pages ``taken`` go to ``slots[0]`` behind the ``have[0]`` that it has, and so on."""
         if len(taken) == len(slots) and need.all():  # one each
             self.pages[slots, have] = taken
         else:

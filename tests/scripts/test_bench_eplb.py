@@ -34,4 +34,6 @@ def test_a_trace_is_cut_into_intervals(tmp_path):
     trace.save(tmp_path / "routing.npz", Routing(np.array([800]), part))
     parts = eplb.traced(tmp_path / "routing.npz", lambda n: None)
     judged, redundant = parts["target"]["trace"]
-    assert set(parts) == {"target"} and redundant == 4 and judged.before < 0.75 and judged.after > 0.8  # 100 choices a layer and interval
+    assert (
+        set(parts) == {"target"} and redundant == 4 and judged.before < 0.75 and judged.after > 0.8
+    )  # 100 choices a layer and interval
