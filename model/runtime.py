@@ -6,7 +6,7 @@ import torch
 
 from kernels import Kernels
 from kernels.registry import COMPILE_OPTIONS
-from parallel.expert import Axis
+from parallel.mesh import Axis
 
 NUMERICS = ("fp32", "qat")
 STORAGE = ("plain", "packed")

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-
-@dataclass(frozen=True)
-class Axis:
-    """A mesh axis as compiled code may hold it: plain and hashable. ``group``: the process group's registered name."""
-
-    name: str = "ep"
-    size: int = 1
-    rank: int = 0
-    group: str = ""
+from parallel.mesh import Axis
 
 
 @dataclass(frozen=True)

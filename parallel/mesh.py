@@ -10,17 +10,33 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parallel.expert import Axis
+from parallel.agree.gloo import Gloo
+from parallel.agree.node import Recursive
+from parallel.agree.port import Agree
 from parallel.plan import Plan
+
+BACKENDS = ("gloo", "recursive")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis as compiled code may hold it: plain and hashable. ``group``: the process group's registered name."""
+
+    name: str = "ep"
+    size: int = 1
+    rank: int = 0
+    group: str = ""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """``store``: a file all ranks of one machine see, or tcp://HOST:PORT of rank 0."""
+    """``store``: a file that all ranks of one machine see, or tcp://HOST:PORT of rank 0. ``board``: the address of the
+    node's shared board for agree=recursive."""
 
     rank: int = 0
     size: int = 1
     store: str = ""
+    board: str = ""
     timeout_s: float = 120.0
 
 
@@ -52,12 +68,18 @@ def axis(plan: Plan, name: str, seat: Seat) -> Axis:
     return Axis(name, size, seat.rank % size, groups[seat.rank // size].group_name)
 
 
-def gather_rows(group: str, size: int):
-    """The `gather` of serve/lockstep.py by collectives: row [width] int64 -> rows [size, width], equal on all ranks."""
+def agreement(backend: str, seat: Seat, ep: Axis, width: int) -> Agree:
+    """Step agreement of the ranks of ``ep``, rows of ``width`` words: gloo, or recursive over the node's memory.
 
-    def gather(row):
-        ops = torch.ops._c10d_functional
-        rows = ops.wait_tensor(ops.all_gather_into_tensor(torch.from_numpy(row), size, group))
-        return rows.view(size, -1).numpy()
-
-    return gather
+    Raises ValueError where recursive cannot serve: the axis is not the whole node's, or there is no board.
+    """
+    if backend == "recursive":
+        if ep.size != seat.size or not seat.board:
+            raise ValueError(
+                "parallel.agree=recursive needs one node whose ranks all share the axis; use parallel.agree=gloo"
+            )
+        return Recursive(seat.board, seat.rank, seat.size, width, seat.timeout_s)
+    ranks = [seat.rank - ep.rank + i for i in range(ep.size)]
+    everybody = [range(at, at + ep.size) for at in range(0, seat.size, ep.size)]
+    groups = [dist.new_group(r, backend="gloo", timeout=timedelta(seconds=seat.timeout_s)) for r in everybody]
+    return Gloo(groups[ranks[0] // ep.size], dist.distributed_c10d._get_default_store(), width)

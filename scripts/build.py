@@ -20,7 +20,7 @@ from model.config import FIXED, IGNORED_TEXT, QUANTIZATION, ModelConfig
 from model.constants import constants
 from model.runtime import Runtime
 from parallel import plan
-from parallel.expert import Axis
+from parallel.mesh import BACKENDS, Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
 from scripts.bytetext import ByteText
@@ -46,6 +46,7 @@ class Settings:
 
     model: ModelConfig
     parallel: Plan
+    agree: str  # how its ranks agree on a step
     kernels: Kernels
     serve: Serve
     track: Track
@@ -148,10 +149,18 @@ def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
 def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
     """The plan of a ``conf/parallel`` YAML; every parameter of the model must have a rule that fits it."""
     values = plain(values)
-    known(values, ("axes", "rules"), "parallel.", complete=True)
+    known(values, ("axes", "agree", "rules"), "parallel.", complete=True)
     made = plan.parse(values["axes"], values["rules"])
     made.check({path: spec.shape for path, spec in tree.walk(transformer.specs(cfg))})
     return made
+
+
+def build_agree(values: Any) -> str:
+    """The backend of ``parallel.agree``."""
+    name = values.get("agree") if isinstance(values, Mapping) else None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"parallel.agree must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name or ""
 
 
 def build_kernels(values: Mapping[str, Any]) -> Kernels:
@@ -257,8 +266,10 @@ def build_model(
         raise ValueError(f"parallel: the plan has {s.parallel.world} ranks, this script runs one; use parallel=single")
     cfg = checkpoint_config(s)
     rt, layout = build_runtime(s, ep), build_layout(s, cfg)
-    pools = memory.cache_bytes(layout, s.serve.pages + 1, s.serve.max_batch + 1, rt.dtype)
-    memory.require(memory.model_bytes(cfg, s.numerics, s.weights, drawn=s.random) | pools, device)
+    retained = s.serve.retained if s.serve.window == "retain" else 0
+    pools = memory.cache_bytes(layout, s.serve.pages + 1, s.serve.max_batch + 1 + retained, rt.dtype)
+    share = s.parallel, rank or 0
+    memory.require(memory.model_bytes(cfg, s.numerics, s.weights, s.random, *share) | pools, device)
     text = build_text(s, cfg)
     consts = constants(cfg, token_map(s, cfg, text))
     how = {"numerics": s.numerics, "weights": s.weights, "device": device, "plan": s.parallel, "rank": rank or 0}

@@ -10,6 +10,7 @@ import torch
 from model import release, transformer, tree
 from model.cache import Layout
 from model.config import ModelConfig
+from parallel.plan import Plan
 
 WEIGHTS, CACHE, DRAWN = "weights", "cache", "largest weight while it is drawn"
 TRAINED = "weights, gradients and moments in fp32"
@@ -23,11 +24,17 @@ SMALLER = {  # the largest part -> what makes it smaller
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
 
 
-def model_bytes(cfg: ModelConfig, numerics: str, weights: str, drawn: bool) -> dict[str, int]:
-    """Bytes of the weights as they are held; ``drawn`` adds the fp32 values of the largest, made one at a time."""
-    specs = [spec for _, spec in tree.walk(transformer.specs(cfg))]
-    held = {WEIGHTS: sum(release.held_bytes(spec, numerics, weights) for spec in specs)}
-    return held | ({DRAWN: 4 * max(spec.numel for spec in specs)} if drawn else {})
+def model_bytes(
+    cfg: ModelConfig, numerics: str, weights: str, drawn: bool, plan: Plan | None = None, rank: int = 0
+) -> dict[str, int]:
+    """Bytes of the weights that ``rank`` holds; ``drawn`` adds the fp32 values of the largest, made one at a time."""
+    specs = dict(tree.walk(transformer.specs(cfg)))
+    held = 0
+    for path, spec in specs.items():
+        cut = plan.slice(path, spec.shape, plan.coords(rank)) if plan else None
+        whole = release.held_bytes(spec, numerics, weights)
+        held += whole if cut is None else whole * (cut[2] - cut[1]) // spec.shape[cut[0]]
+    return {WEIGHTS: held} | ({DRAWN: 4 * max(spec.numel for spec in specs.values())} if drawn else {})
 
 
 def cache_bytes(layout: Layout, pages: int, slots: int, dtype: torch.dtype) -> dict[str, int]:

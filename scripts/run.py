@@ -21,10 +21,10 @@ from scripts.running import requests, show
 from scripts.running.bar import bar
 from scripts.running.target import connect
 from scripts.workloads import AgentX, Prompts
+from serve.clock import LoopClock
 from serve.load import traces
 from serve.load.card import Context, card
 from serve.load.client import LoadRequest
-from serve.load.clock import LoopClock
 from serve.load.drive import Driver, closed_loop, open_loop
 from serve.load.filler import vocabulary
 from serve.load.lanes import Lanes

@@ -10,14 +10,13 @@ import torch
 
 from model.transformer import Model
 from parallel import mesh
-from parallel.expert import Axis
-from parallel.mesh import ALONE, Seat
+from parallel.mesh import ALONE, Axis, Seat
 from scripts.build import Settings, build_device, build_model
 from scripts.bytetext import ByteText
 from serve.engine import Engine, Mail
 from serve.launch import StepRunner
 from serve.limits import Limits, Policy, Serve
-from serve.lockstep import Alone, Lockstep
+from serve.lockstep import WIDTH, Lockstep, Unpaced
 from serve.runner import Runner
 from serve.scheduler import Scheduler
 from serve.text import Text
@@ -60,12 +59,13 @@ def runner_of(model: Model, serve: Serve, device: torch.device | str = "cpu") ->
 
 
 def engine_on(
-    runner: Runner, serve: Serve, speculate: bool, mail: Mail, lockstep: Alone | Lockstep | None = None
-) -> Engine:
-    """An engine that has ``runner`` to itself, alone or in step with its peers."""
+    runner: Runner, serve: Serve, speculate: bool, mail: Mail, lockstep: Unpaced | Lockstep | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> Engine:  # fmt: skip
+    """An engine that has ``runner`` to itself, alone or in step with its peers. ``now``: seconds of its clock."""
     scheduler = Scheduler(limits(serve, runner.model, speculate), build_policy(serve.policy))
-    device = StepRunner(runner, serve, time.perf_counter)
-    return Engine(scheduler, device, mail, time.perf_counter, lockstep)
+    device = StepRunner(runner, serve, now)
+    return Engine(scheduler, device, mail, now, lockstep)
 
 
 def build_engine(s: Settings, mail: Mail, seat: Seat = ALONE) -> tuple[Engine, Text | ByteText]:
@@ -82,6 +82,7 @@ def build_engine(s: Settings, mail: Mail, seat: Seat = ALONE) -> tuple[Engine, T
     if seat.size > 1:
         mesh.join(seat, s.device)
         ep = mesh.axis(s.parallel, "ep", seat)
-        lockstep = Lockstep(mesh.gather_rows(ep.group, ep.size), ep.size) if ep.size > 1 else None
+        if ep.size > 1:
+            lockstep = Lockstep(mesh.agreement(s.agree, seat, ep, WIDTH))
     model, text = build_model(s, seat.rank, ep)
     return engine_on(runner_of(model, s.serve, build_device(s)), s.serve, s.speculate, mail, lockstep), text

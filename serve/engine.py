@@ -4,7 +4,7 @@ time) is the ports' affair."""
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from serve.lockstep import Alone, Lockstep, Shape
+from serve.lockstep import Lockstep, Shape, Unpaced
 from serve.plan import Drawn, Plan
 from serve.request import Abort, Ask, Bye, Outputs
 from serve.scheduler import Scheduler
@@ -20,8 +20,8 @@ class Mail(Protocol):
     def put(self, outputs: Outputs) -> None: ...
 
 
-class Device(Protocol):
-    """The runner port: serve/launch.py."""
+class RunnerPort(Protocol):
+    """serve/launch.py, or a model of it."""
 
     def launch(self, plan: Plan, shape: Shape | None) -> Any: ...
 
@@ -33,11 +33,11 @@ class Engine:
     seconds."""
 
     def __init__(
-        self, scheduler: Scheduler, device: Device, mail: Mail, now: Callable[[], float],
-        lockstep: Alone | Lockstep | None = None,
+        self, scheduler: Scheduler, device: RunnerPort, mail: Mail, now: Callable[[], float],
+        lockstep: Unpaced | Lockstep | None = None,
     ):  # fmt: skip
         self.scheduler, self.device, self.mail, self.now = scheduler, device, mail, now
-        self.lockstep = lockstep or Alone()
+        self.lockstep = lockstep or Unpaced()
         self.overlap = bool(scheduler.serve.overlap)
         self.sums = dict.fromkeys(("steps", "tokens", "drafted", "accepted", "device_seconds", "host_seconds"), 0)
         self._next: Plan | None = None
@@ -48,7 +48,7 @@ class Engine:
         steps, so that whoever shares the event loop gets a turn."""
         while not self._stopping:
             if self.scheduler.idle and self._next is None:
-                await self.mail.wait(self.lockstep.tick)
+                await self.mail.wait(self.lockstep.tick_s)
             await self.step()
             await pause()
 
@@ -62,7 +62,7 @@ class Engine:
         self._take(self.mail.take())
         plan = self._next or self.scheduler.plan()  # who, how many tokens, which pages
         self._next = None
-        shape, working, self._stopping = self.lockstep.agree(plan, self._leaving)  # one size for all ranks
+        shape, working, self._stopping = await self.lockstep.agree(plan, self._leaving)  # one size for all ranks
         if not working:
             self._tell(self.scheduler.flush())
             return
@@ -101,5 +101,6 @@ class Engine:
         """Gauges, and counters since the start, whose names end with ``_total``."""
         s = self.scheduler
         gauges = {"running": len(s.running), "waiting": len(s.waiting), "pages_used": s.pages.used}
-        counters = {f"{name}_total": value for name, value in {**s.counts, **self.sums}.items()}
+        sums = {**s.counts, **self.sums, **self.lockstep.stats()}
+        counters = {f"{name}_total": value for name, value in sums.items()}
         return {**gauges, "pages": s.pages.count - 1, **counters}

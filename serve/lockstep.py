@@ -2,14 +2,12 @@
 
 Every MoE layer is a collective, so all ranks run the same number of layers on the same number of rows: before each step
 they exchange one row of integers and take the maximum. A rank without work runs padding. While nobody has work no step
-is taken; ranks look in every ``tick``, so that one with new work never waits long for the others.
+is taken; ranks look in every ``tick_s``, so that one with new work never waits long for the others.
 """
 
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-import numpy as np
-
+from parallel.agree.port import Agree
 from serve.plan import Plan
 
 
@@ -22,29 +20,39 @@ class Shape:
     drafting: int = 0
 
 
-class Alone:
-    """One rank agrees with itself: steps are as large as they turn out."""
+WIDTH = 5  # words that ranks exchange: a shape, whether there is work, whether the rank is ready to leave
 
-    size = 1
-    tick: float | None = None  # wait for mail as long as it takes
 
-    def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
-        """The step's shape, whether a step is taken, whether all ranks leave."""
+class Unpaced:
+    """One engine by itself: steps are as large as they turn out."""
+
+    tick_s: float | None = None  # wait for mail as long as it takes
+
+    async def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
+        """The step's shape, whether a step is taken, whether it is time to leave."""
         return None, plan is not None, leaving
+
+    def stats(self) -> dict[str, float]:
+        return {}
 
 
 class Lockstep:
-    """``gather(row)`` returns all ranks' rows [n, width] int64, the same on all ranks: parallel/agree."""
+    """Engines that share experts. ``port`` is parallel/agree's; its two times are summed apart."""
 
-    def __init__(self, gather: Callable[[np.ndarray], np.ndarray], size: int, tick: float = 0.005):
-        self.gather, self.size, self.tick = gather, size, tick
+    def __init__(self, port: Agree, tick_s: float = 0.005):
+        self.port, self.tick_s = port, tick_s
+        self.transport_s = self.skew_s = 0.0
 
-    def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
+    async def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
         shape = Shape() if plan is None else shape_of(plan)
-        row = np.array([*astuple(shape), plan is not None, leaving], np.int64)
-        rows = self.gather(row)
+        rows = self.port.gather([*astuple(shape), int(plan is not None), int(leaving)])
+        self.transport_s += self.port.transport_s
+        self.skew_s += self.port.skew_s
         most = rows.max(0)
         return Shape(*most[:3].tolist()), bool(most[3]), bool(rows[:, 4].all())
+
+    def stats(self) -> dict[str, float]:
+        return {"agree_transport_seconds": self.transport_s, "agree_skew_seconds": self.skew_s}
 
 
 def shape_of(plan: Plan) -> Shape:

@@ -59,7 +59,6 @@ class Ask:
     hashes: list[bytes]
     sampling: Sampling
     priority: int = 0
-    arrival_s: float = 0.0  # by the clock port
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,7 +14,9 @@ from model import transformer, tree
 from model.config import ModelConfig
 from model.transformer import Model
 from model.tree import Quantized
-from parallel.expert import Axis
+from parallel.agree.gloo import Gloo
+from parallel.mesh import Axis
+from serve.lockstep import WIDTH
 from tests import small
 
 
@@ -59,11 +60,10 @@ def run(size: int, fn: Callable, *args: Any, timeout: float = 300) -> list[Any]:
     return [got[r] for r in range(size)]
 
 
-def gather(row: np.ndarray) -> np.ndarray:
-    """All ranks' rows, by gloo."""
-    rows = torch.zeros(dist.get_world_size() * len(row), dtype=torch.int64)
-    dist.all_gather_into_tensor(rows, torch.from_numpy(row))
-    return rows.view(-1, len(row)).numpy()
+def agree() -> Gloo:
+    """Step agreement of all ranks."""
+    group = dist.new_group(backend="gloo")
+    return Gloo(group, dist.distributed_c10d._get_default_store(), WIDTH)
 
 
 def share(cfg: ModelConfig, ep: Axis, *how: Any, **more: Any) -> Model:

@@ -4,11 +4,13 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from parallel.agree import node
 from parallel.mesh import Seat
 from scripts.httpd.process import EngineProcess, Make, engine_process
+from serve.lockstep import WIDTH
 from serve.request import Abort, Ask, Outputs
 from serve.wire import Hello
 
@@ -66,20 +68,11 @@ class Pool:
 async def engine_pool(config: Path, make: Make, size: int) -> AsyncIterator[Pool]:
     """``size`` processes, each with its seat; all are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="racklab-") as folder:
-        seats = [Seat(rank, size, os.path.join(folder, "ranks")) for rank in range(size)]
-        async with _all([engine_process(config, make, seat) for seat in seats]) as ranks:
-            pool = Pool(ranks)
+        board = node.create(size, WIDTH)
+        async with AsyncExitStack() as stack:
+            seats = [Seat(rank, size, os.path.join(folder, "ranks"), board.address) for rank in range(size)]
+            pool = Pool([await stack.enter_async_context(engine_process(config, make, seat)) for seat in seats])
             try:
                 yield pool
             finally:
                 await pool.end()
-
-
-@asynccontextmanager
-async def _all(contexts: list) -> AsyncIterator[list]:
-    """Enter all, leave all."""
-    if not contexts:
-        yield []
-        return
-    async with contexts[0] as first, _all(contexts[1:]) as rest:
-        yield [first, *rest]

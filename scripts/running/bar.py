@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from serve.load.clock import Clock
+from serve.clock import Clock
 from serve.load.drive import Record
 
 

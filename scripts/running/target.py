@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from scripts import serving
 from scripts.build import Settings
+from serve.clock import Clock
 from serve.load.client import Client, HttpClient, LocalClient
-from serve.load.clock import Clock
 
 ENGINE = "engine"
 TURNS = 8  # of the event loop between two steps: from a timer that rings to a request sent takes five

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from serve.load.clock import Clock
+from serve.clock import Clock
 
 
 @dataclass(frozen=True)

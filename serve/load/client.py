@@ -13,7 +13,7 @@ from typing import Protocol
 import httpx
 import numpy as np
 
-from serve.load.clock import Clock
+from serve.clock import Clock
 from serve.mailbox import Mailbox
 from serve.pages import chain
 from serve.request import Abort, Ask, Outputs, Sampling
@@ -95,7 +95,7 @@ class LocalClient:
         sampling = Sampling(request.max_tokens, request.temperature, request.seed)
         hashes = chain(request.tokens, self.page_size)
         self._waiting[handle] = mine
-        self.mailbox.send(Ask(handle, request.tokens, hashes, sampling, arrival_s=self.clock.now()))
+        self.mailbox.send(Ask(handle, request.tokens, hashes, sampling))
         try:
             return await mine.done
         except asyncio.CancelledError:

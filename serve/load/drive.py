@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from serve.clock import Clock
 from serve.load.client import Client, LoadRequest, Usage
-from serve.load.clock import Clock
 from serve.load.theory import Endless
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from serve.clock import Clock
 from serve.load.agenda import Agenda, Caps, Over, Stream
-from serve.load.clock import Clock
 from serve.load.drive import Driver
 from serve.load.filler import Scale
 from serve.load.trees import SUBAGENTS, Branch, Play, Step, Tree

@@ -19,7 +19,7 @@ def serve(ep: Any, kernels: str, how: dict) -> tuple[list[list[int]], dict]:
     """This rank's share of ASKS, an uneven one: with 4 ranks the last has none."""
     bench = Bench(ranks.share(CFG, ep, kernels=kernels), **how)
     engine = bench.engine
-    engine.lockstep = Lockstep(ranks.gather, ep.size, tick=0.001)
+    engine.lockstep = Lockstep(ranks.agree(), tick_s=0.001)
     mine = [a for i, a in enumerate(ASKS) if (i * i) % ep.size == ep.rank]
     handles = [bench.ask(*a) for a in mine]
     if how.get("abort") and handles:

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from serve.clock import LoopClock
 from serve.load.client import HttpClient, LoadRequest, LocalClient, Usage
-from serve.load.clock import LoopClock
 from serve.pages import chain
 from serve.request import Abort, Finish, Outputs
 

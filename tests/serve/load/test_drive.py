@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from serve.clock import LoopClock
 from serve.load.client import LoadRequest
-from serve.load.clock import LoopClock
 from serve.load.drive import Driver, closed_loop, open_loop
 from serve.load.theory import Endless
 from tests.serve.load.virtual import FakeClient, play

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from serve.clock import LoopClock
 from serve.load.agenda import Agenda, Caps
-from serve.load.clock import LoopClock
 from serve.load.drive import Driver
 from serve.load.filler import Scale
 from serve.load.lanes import Lanes, LaneSettings, primers

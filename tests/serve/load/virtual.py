@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from serve.clock import LoopClock
 from serve.load.client import LoadRequest, Usage
-from serve.load.clock import LoopClock
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -15,13 +15,21 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The running loop's time."""
+    """The running loop's time, which other threads may ask for too."""
+
+    def __init__(self):
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._running().time()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(max(0.0, seconds))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task:
-        return asyncio.get_running_loop().create_task(work)
+        return self._running().create_task(work)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The loop of the first call, which must be made on its thread."""
+        self._loop = self._loop or asyncio.get_running_loop()
+        return self._loop
