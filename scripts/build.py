@@ -103,9 +103,11 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     known(values, [f.name for f in fields(Settings) if f.name != "model_chosen"], "")
     model = build_model_config(take_group(values, "model"))
+    parallel = take_group(values, "parallel")
     made = {
         "model": model,
-        "parallel": build_plan(take_group(values, "parallel"), model),
+        "parallel": build_plan(parallel, model),
+        "agree": build_agree(parallel),
         "kernels": build_kernels(take_group(values, "kernels")),
         "serve": from_mapping(Serve, take_group(values, "serve"), "serve."),
         "track": from_mapping(Track, take_group(values, "track"), "track."),
@@ -155,12 +157,11 @@ def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
     return made
 
 
-def build_agree(values: Any) -> str:
+def build_agree(values: Mapping[str, Any]) -> str:
     """The backend of ``parallel.agree``."""
-    name = values.get("agree") if isinstance(values, Mapping) else None
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"parallel.agree must be one of {', '.join(BACKENDS)}, got {name!r}")
-    return name or ""
+    if values["agree"] not in BACKENDS:
+        raise ValueError(f"parallel.agree must be one of {', '.join(BACKENDS)}, got {values['agree']!r}")
+    return values["agree"]
 
 
 def build_kernels(values: Mapping[str, Any]) -> Kernels:
