@@ -23,7 +23,7 @@ def choose(default: str = "reference", **overrides: str) -> Kernels:
     unknown = sorted(set(overrides) - set(OPS))
     if unknown:
         raise ValueError(f"unknown op {unknown[0]!r}; ops: {', '.join(sorted(OPS))}")
-    there = sorted(set().union(*(each.impls for each in OPS.values())))
+    there = sorted(set.intersection(*(set(each.impls) for each in OPS.values())))  # of every op
     if default not in there:
         raise ValueError(f"kernels.default={default!r} is not available; backends: {', '.join(there)}")
     chosen = {name: overrides.get(name, default) for name in OPS}

@@ -15,8 +15,6 @@ from parallel.agree.node import Recursive
 from parallel.agree.port import Agree
 from parallel.plan import Plan
 
-BACKENDS = ("gloo", "recursive")
-
 
 @dataclass(frozen=True)
 class Axis:

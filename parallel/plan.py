@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+AGREE = ("gloo", "recursive")
 PLACEMENT_KEYS = ("shard", "axis", "uneven", "optional")
 
 
@@ -36,8 +37,11 @@ class Plan:
 
     axes: tuple[tuple[str, int], ...]
     rules: tuple[Rule, ...]
+    agree: str = "gloo"  # how the ranks agree on a step: parallel/agree
 
     def __post_init__(self):
+        if self.agree not in AGREE:
+            raise ValueError(f"parallel.agree must be one of {', '.join(AGREE)}, got {self.agree!r}")
         for name, size in self.axes:
             if type(size) is not int or size < 1:
                 raise ValueError(f"parallel.axes.{name} must be an integer >= 1, got {size!r}")
@@ -99,13 +103,13 @@ class Plan:
                 raise ValueError(f"parallel.rules: {rule.glob!r} matches no parameter; fix it, or say 'optional: true'")
 
 
-def parse(axes: Mapping[str, int], rules: Sequence[Sequence[Any]]) -> Plan:
+def parse(axes: Mapping[str, int], rules: Sequence[Sequence[Any]], agree: str = "gloo") -> Plan:
     """A Plan from plain values: ``axes`` name -> size, ``rules`` a list of [glob, placement]."""
     if not isinstance(axes, Mapping):
         raise ValueError(f"parallel.axes must be a mapping of axis name -> size, got {axes!r}")
     if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise ValueError(f"parallel.rules must be a list of [path glob, placement], got {rules!r}")
-    return Plan(tuple(axes.items()), tuple(_rule(r) for r in rules))
+    return Plan(tuple(axes.items()), tuple(_rule(r) for r in rules), agree)
 
 
 def _rule(entry: Sequence[Any]) -> Rule:

@@ -20,7 +20,7 @@ from model.config import FIXED, IGNORED_TEXT, QUANTIZATION, ModelConfig
 from model.constants import constants
 from model.runtime import Runtime
 from parallel import plan
-from parallel.mesh import BACKENDS, Axis
+from parallel.mesh import Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
 from scripts.bytetext import ByteText
@@ -46,7 +46,6 @@ class Settings:
 
     model: ModelConfig
     parallel: Plan
-    agree: str  # how its ranks agree on a step
     kernels: Kernels
     serve: Serve
     track: Track
@@ -103,11 +102,9 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     known(values, [f.name for f in fields(Settings) if f.name != "model_chosen"], "")
     model = build_model_config(take_group(values, "model"))
-    parallel = take_group(values, "parallel")
     made = {
         "model": model,
-        "parallel": build_plan(parallel, model),
-        "agree": build_agree(parallel),
+        "parallel": build_plan(take_group(values, "parallel"), model),
         "kernels": build_kernels(take_group(values, "kernels")),
         "serve": from_mapping(Serve, take_group(values, "serve"), "serve."),
         "track": from_mapping(Track, take_group(values, "track"), "track."),
@@ -152,16 +149,9 @@ def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
     """The plan of a ``conf/parallel`` YAML; every parameter of the model must have a rule that fits it."""
     values = plain(values)
     known(values, ("axes", "agree", "rules"), "parallel.", complete=True)
-    made = plan.parse(values["axes"], values["rules"])
+    made = plan.parse(values["axes"], values["rules"], values["agree"])
     made.check({path: spec.shape for path, spec in tree.walk(transformer.specs(cfg))})
     return made
-
-
-def build_agree(values: Mapping[str, Any]) -> str:
-    """The backend of ``parallel.agree``."""
-    if values["agree"] not in BACKENDS:
-        raise ValueError(f"parallel.agree must be one of {', '.join(BACKENDS)}, got {values['agree']!r}")
-    return values["agree"]
 
 
 def build_kernels(values: Mapping[str, Any]) -> Kernels:

@@ -83,6 +83,6 @@ def build_engine(s: Settings, mail: Mail, seat: Seat = ALONE) -> tuple[Engine, T
         mesh.join(seat, s.device)
         ep = mesh.axis(s.parallel, "ep", seat)
         if ep.size > 1:
-            lockstep = Lockstep(mesh.agreement(s.agree, seat, ep, WIDTH))
+            lockstep = Lockstep(mesh.agreement(s.parallel.agree, seat, ep, WIDTH))
     model, text = build_model(s, seat.rank, ep)
     return engine_on(runner_of(model, s.serve, build_device(s)), s.serve, s.speculate, mail, lockstep), text

@@ -193,7 +193,7 @@ class Front:
                 part = Part(next(self._handles), i * n + j, len(prompt), writer, stream, now)
                 self._begin(part)
                 seeded = replace(sampling, seed=_seed(sampling.seed + j))
-                self._send(Ask(part.handle, prompt, names, seeded, priority, now))
+                self._send(Ask(part.handle, prompt, names, seeded, priority))
         return stream
 
     def check(self, prompt: np.ndarray, sampling: Sampling) -> None:

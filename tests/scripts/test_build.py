@@ -53,7 +53,7 @@ BAD = [
     ("~serve.pages", "key serve.pages is missing"),
     ("model.head_dim=65", "head_dim must be a multiple of 32"),
     ("kernels.sparse_attention=cuda", "kernels.sparse_attention='cuda' is not available; sparse_attention has: "),
-    ("kernels.default=cuda", "kernels.default='cuda' is not available; backends: compile, dense, reference"),
+    ("kernels.default=cuda", "kernels.default='cuda' is not available; backends: compile, reference"),
     ("~track", "track must be one of none, wandb, got nothing"),
     ("~model", "model must be one of flash, tiny, got nothing"),
     ("evaluate=null", "evaluate must be a mapping of context, .* got None"),

@@ -28,7 +28,7 @@ OUTPUTS = Outputs(
     [Finish(3, "stop", 2, 1, "why")],
     {"running": 2.0},
 )
-ASK = Ask(5, np.arange(4, dtype=np.int32), [b"x" * 16], Sampling(8, 0.5, -3, (1, 2), logprobs=0), 2, 1.5)
+ASK = Ask(5, np.arange(4, dtype=np.int32), [b"x" * 16], Sampling(8, 0.5, -3, (1, 2), logprobs=0), 2)
 LONG = Ask(6, np.arange(100_000, dtype=np.int32), [], Sampling(1))
 EVERY = [ASK, LONG, Abort(7), Bye(), OUTPUTS, Hello(512, 1024, 64), Failed("why", True)]
 KINDS = (*wire.TO_ENGINE, *wire.TO_FRONT)
