@@ -74,17 +74,18 @@ def test_no_recompile_and_the_tokens_of_the_reference(compiled):
 
 
 def largest_allocation(run: Callable[[], object]) -> int:
+    """Bytes of the largest one, whether or not it is freed within its graph (an event's own memory is a net amount)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    return max(event.self_cpu_memory_usage for event in profile.events())
+    return max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
 
 
 def test_a_step_allocates_nothing_of_a_pool_s_size(compiled):
     r, _ = compiled
     spans = [Seq(tokens(80)).span(0, 70), Seq(tokens(5), 2, (1,)).span(0, 5)]
     assert largest_allocation(lambda: r.step(spans, torch.arange(8))) < POOL_BYTES / 16
-    copy = torch.compile(lambda pool: pool + 1)
-    for run in (r.cache.pages.clone, partial(copy, r.cache.pages)):
+    within = torch.compile(lambda pool: pool.index_put((torch.arange(2),), pool[2:4]).sum(0))
+    for run in (r.cache.pages.clone, partial(within, r.cache.pages)):
         assert largest_allocation(run) >= POOL_BYTES, "a copy would be seen"
 
 
