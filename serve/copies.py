@@ -62,10 +62,12 @@ def _slot(p: Place) -> np.ndarray:
 
 
 class Copy:
-    """Spans on their way, one bounded post after another. After DONE or an error nothing of it moves any more."""
+    """Spans on their way, one bounded post after another. After DONE or an error nothing of it moves any more; DONE of
+    one that was ``cancelled`` does not mean that all has moved."""
 
     def __init__(self, link: Link, op: str, peer: str, pair: spans.Pair, most: int, counts: Counts):
         self.link, self.op, self.peer, self.counts = link, op, peer, counts
+        self.cancelled = False
         self._left = list(spans.posts(*pair, most))[::-1]
         self._ticket = None
 
@@ -89,4 +91,5 @@ class Copy:
 
     def cancel(self) -> None:
         """Post no more of it; what is under way ends by itself."""
+        self.cancelled = True
         self._left.clear()

@@ -149,7 +149,7 @@ class Loads:
     def _place(self, w: Waiting, promised: int) -> bool:
         """Take a slot, the pages of its prefix that are here, and the rest; False if they are not to be had."""
         size, theirs = self.pages.page_size, w.handoff.page_size
-        found = self.pages.find(w.ask.hashes, (w.handoff.tokens - 1) // size)
+        found = self.pages.find(w.ask.hashes, min(len(w.ask.hashes), (w.handoff.tokens - 1) // size))
         if theirs > size:
             found = found[: len(found) // (theirs // size) * (theirs // size)]
         need = self._need(w.handoff.tokens) - len(found)
@@ -157,7 +157,7 @@ class Loads:
         if need + idle + promised > self.pages.free:
             return False
         self.pages.hold(found)
-        w.pages = np.concatenate((found, np.array(self.pages.take(need), np.int32)))
+        w.pages = np.concatenate((found, self.pages.take(need)))
         w.skip, w.slot = len(found), self.slots.pop()
         return True
 

@@ -142,11 +142,11 @@ class Sink:
         load.said = self.borrower.order(load.engine, load.order)
 
     def _watch(self, load: Load, peer: Peer, now: float) -> None:
-        trusted = now < self.borrower.kept(load.engine, load.handoff.lease).until_s
+        copy = load.copy
+        if now >= self.borrower.kept(load.engine, load.handoff.lease).until_s:
+            copy.cancel()  # for good: an answer that comes now does not make up for what is not posted
         try:
-            if not trusted:
-                load.copy.cancel()  # post no more
-            if load.copy.poll() != DONE:
+            if copy.poll() != DONE:
                 return
         except PeerLost as error:
             load.copy = None
@@ -158,7 +158,7 @@ class Sink:
             self._lose(load, str(error), now)
             return
         load.copy = None
-        if not trusted:
+        if copy.cancelled:
             self.ends["lapsed"] += 1
             self._lose(load, f"the lease of engine {peer.name} lapsed while its pages were read", now)
         else:

@@ -6,6 +6,7 @@ copy from or to pages that are another's shows, wherever it comes from.
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -69,6 +70,7 @@ class End:
         return self.channels.take(self.name)
 
 
+@lru_cache(1 << 16)
 def mark(tag: int, place: int, size: int) -> np.ndarray:
     """What page ``place`` of request ``tag`` holds: no two alike, and no poison."""
     return np.random.default_rng((tag, place)).integers(0, POISON, size, np.uint8)
