@@ -100,7 +100,7 @@ class Table:
         """Take in the first ``counts`` [R] of ``tokens`` [R, K] of each sequence, as far as its limit and its stop ids
         let it: an id that stops is not kept. ``total``, ``computed``, ``last`` and ``generated`` are brought up to
         date."""
-        by_place = np.ascontiguousarray(tokens.T)  # [K, R]: few long rows
+        by_place = tokens.T.astype(np.int32, order="C")  # [K, R]: few long rows
         before, limit = self.total[slots], self.limit[slots]
         keep = np.minimum(counts, limit - before)
         stopped = self._stopped(slots, by_place, keep)
@@ -109,17 +109,18 @@ class Table:
         after = before + keep
         ended = after >= limit if stopped is None else (after >= limit) | stopped
         begin = slots * self.generated.shape[1] + before - self.prompt[slots]
-        self._flat[begin + self._firsts[: len(by_place)]] = (
-            by_place  # drafts that failed, too: overwritten, or past the end
-        )
+        self._flat[begin + self._firsts[: len(by_place)]] = by_place  # failed drafts, too: overwritten, or past the end
         self.last[slots] = by_place[0] if len(by_place) == 1 else self._flat[begin + keep - 1]
         self.total[slots], self.computed[slots] = after, np.minimum(before + counts - 1, after)
-        flat = tokens[self._kept[keep, : len(by_place)]]
-        return Added(keep, flat.astype(np.int32), ended.nonzero()[0], stopped)
+        if len(by_place) == 1 and stopped is None:
+            flat = by_place[0]
+        else:
+            flat = tokens[self._kept.take(keep, 0)[:, : len(by_place)]].astype(np.int32)
+        return Added(keep, flat, ended.nonzero()[0], stopped)
 
     def _stopped(self, slots: np.ndarray, by_place: np.ndarray, counts: np.ndarray) -> tuple | None:
         """[R] who meets a stop id among the first ``counts`` tokens, and how many come before it; None: nobody."""
-        hit = self.stops[slots, 0] == by_place
+        hit = self.stops[:, 0][slots] == by_place
         if self.stops.shape[1] > 1:
             hit |= (self.stops[slots, 1:].T[:, None] == by_place).any(0)
         if not np.count_nonzero(hit):
