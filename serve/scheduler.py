@@ -325,7 +325,7 @@ class Scheduler:
             kept = zip(handles.tolist(), keep.tolist(), strict=True)
             logprobs = {h: drawn.logprobs[h].cut(0, n) for h, n in kept if h in drawn.logprobs}
         ended, self._ended = self._ended, []
-        return Outputs(handles, keep, added.flat, logprobs, prompts, ended)
+        return Outputs(handles, keep.astype(np.int32), added.flat, logprobs, prompts, ended)
 
     def _advance(self, p: Prefill) -> None:
         """A stretch of a prefill is in the cache."""
@@ -337,9 +337,9 @@ class Scheduler:
 
     def flush(self) -> Outputs:
         """What ended without a step: refusals and aborts."""
-        none = np.zeros(0, np.int64)
+        none = np.zeros(0, np.int32)
         ended, self._ended = self._ended, []
-        return Outputs(none, none, none, finished=ended)
+        return Outputs(none.astype(np.int64), none, none, finished=ended)
 
     def _publish(self, slot: int) -> None:
         """Name the pages that are full now. While a sequence decodes this can wait until there are a few, but for
