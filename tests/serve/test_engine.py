@@ -3,6 +3,7 @@
 What is exact (everything but bounded replay of windows) is compared token by token and, where told, bit by bit.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -238,3 +239,23 @@ def test_any_mix_gives_each_request_its_own_tokens(data):
         b.steps(d(st.integers(0, 9)))
     b.drain()
     assert {h: a.tokens for h, a in b.answers.items()} == wants
+
+
+def test_failure_25_an_oracles_drafts_are_all_accepted(monkeypatch):
+    """Acceptance collapses past some position only if drafts and verification are out of step there."""
+    prompt, how = BASE[:30], Sampling(25, 0.8, seed=4)
+    want = bench().run((prompt, how))[0]
+    b = bench(speculate=True)
+    runner = b.engine.device.runner
+    made = runner.draft
+
+    def oracle(batch, least=0):
+        first = int(batch.positions[0]) + 1 - len(prompt)
+        known = (want[first : first + runner.block] + [0] * runner.block)[: runner.block]
+        return replace(made(batch, least), tokens=torch.tensor([known]))
+
+    monkeypatch.setattr(runner, "draft", oracle)
+    assert b.run((prompt, how))[0] == want
+    stats = b.engine.stats()
+    assert stats["accepted_total"] == stats["drafted_total"] > 15
+    assert stats["steps_total"] == 1 + -(-24 // (runner.block + 1))
