@@ -23,7 +23,7 @@ class Cache:
     rings: Tensor  # plain [slots * rings * ring_size, hd] or packed bytes
     tails: Tensor  # [slots * ratio-2 sources * tail_depth, 2 * hd] fp32: value and gate of the last tokens
     tokens: Tensor  # [slots * token_depth] int64 last token ids
-    load: Tensor  # [rings, E + 1] int64 tokens sent to each expert, last column padding
+    load: Tensor  # [rings, P + 1] int64 tokens sent to each expert slot, last column padding
 
 
 @tree.node
@@ -38,11 +38,13 @@ class Address:
 
 @dataclass(frozen=True)
 class Layout:
-    """Geometry of every pool. ``page_size`` tokens a page; ``storage`` plain or packed."""
+    """Geometry of every pool. ``page_size`` tokens a page; ``storage`` plain or packed; ``redundant`` expert slots of a
+    layer, over all ranks, beside one for each expert."""
 
     cfg: ModelConfig
     storage: str = "plain"
     page_size: int = 64
+    redundant: int = 0
 
     def __post_init__(self):
         if self.page_size < 1 or self.page_size % 64:
@@ -150,7 +152,7 @@ class Layout:
             *pools,
             tails=new((slots * self.slot_tails, 2 * cfg.head_dim), torch.float32),
             tokens=new((slots * self.token_depth,), torch.int64),
-            load=new((cfg.num_rings, experts + 1), torch.int64),
+            load=new((cfg.num_rings, experts + self.redundant + 1), torch.int64),
         )
 
     def copy_slot(self, cache: Cache, source: int, target: int) -> None:

@@ -17,6 +17,7 @@ from model.runtime import NUMERICS
 from model.shards import Shards, Stored, is_finite, read_json, write_json, write_shards
 from model.transformer import ModelParams
 from model.tree import Quantized, Spec
+from parallel.expert import first_plan
 from parallel.plan import Plan
 
 WEIGHTS = ("dense", "packed")
@@ -42,8 +43,10 @@ def load(
     plan: Plan | None = None,
     rank: int = 0,
     device: str | torch.device = "cpu",
+    redundant: int = 0,
 ) -> ModelParams:
-    """The parameters that ``rank`` holds under ``plan`` (all of them without one), leaf by leaf, never two copies.
+    """The parameters that ``rank`` holds under ``plan`` (all of them without one), leaf by leaf, never two copies; of
+    experts sharded by number also those in its part of ``redundant`` slots (`parallel.expert.first_plan`).
 
     ``weights``: packed keeps quantised weights as stored; dense dequantises them once, exactly, to the compute type of
     ``numerics``. The Engram tables stay packed. Headers of all shards are checked first (names, types, shapes).
@@ -52,7 +55,9 @@ def load(
     with Shards(where) as shards:
         shards.check(release.schema(cfg))
         return tree.build(
-            lambda path, spec: _read_leaf(shards, path, spec, _cut(plan, rank, path, spec), numerics, weights, device),
+            lambda path, spec: _read_leaf(
+                shards, path, spec, _part(plan, rank, path, spec, redundant), numerics, weights, device
+            ),
             transformer.specs(cfg),
         )
 
@@ -65,14 +70,17 @@ def random(
     plan: Plan | None = None,
     rank: int = 0,
     device: str | torch.device = "cpu",
+    redundant: int = 0,
 ) -> ModelParams:
     """Seeded random parameters that could have come from a file: the same values on any plan, in any order."""
     _check_choice(numerics, weights)
 
     def leaf(path: str, spec: Spec) -> Tensor | Quantized:
         weight, scale = release.encode(spec, tree.draw(spec, key, path))
-        cut = _cut(plan, rank, path, spec)
-        if cut is not None:
+        cut = _part(plan, rank, path, spec, redundant)
+        if isinstance(cut, list):
+            weight, scale = _rows(weight, cut), None if scale is None else _rows(scale, cut)
+        elif cut is not None:
             weight = _narrow(weight, release.stored_cut(path, spec, cut, "weight"))
             scale = None if scale is None else _narrow(scale, release.stored_cut(path, spec, cut, "scale"))
         return _finish(spec, weight, scale, numerics, weights, device)
@@ -87,8 +95,21 @@ def _check_choice(numerics: str, weights: str) -> None:
         raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
 
 
-def _cut(plan: Plan | None, rank: int, path: str, spec: Spec) -> Cut | None:
-    return None if plan is None else plan.slice(path, spec.shape, plan.coords(rank))
+def _part(plan: Plan | None, rank: int, path: str, spec: Spec, redundant: int) -> Cut | list[int] | None:
+    """What a rank holds of a leaf: a cut; of experts sharded by number, which ones, slot by slot; None = all of it."""
+    cut = None if plan is None else plan.slice(path, spec.shape, plan.coords(rank))
+    if cut is None or not spec.stack or cut[0] != 0:
+        return cut
+    if not redundant:
+        return list(range(*cut[1:]))
+    axis = plan.rule(path).axis
+    slots = first_plan(spec.shape[0], redundant, plan.size(axis)).view(plan.size(axis), -1)
+    return slots[plan.coords(rank)[axis]].tolist()
+
+
+def _rows(value: Tensor, rows: list[int]) -> Tensor:
+    small = value.itemsize == 1  # types of one byte that torch does not index
+    return value.view(torch.uint8)[rows].view(value.dtype) if small else value[rows]
 
 
 def _narrow(value: Tensor, cut: Cut) -> Tensor:
@@ -97,17 +118,18 @@ def _narrow(value: Tensor, cut: Cut) -> Tensor:
 
 
 def _read_leaf(
-    shards: Shards, path: str, spec: Spec, cut: Cut | None, numerics: str, weights: str, device: str | torch.device
-) -> Tensor | Quantized:
+    shards: Shards, path: str, spec: Spec, cut: Cut | list[int] | None, numerics: str, weights: str,
+    device: str | torch.device,
+) -> Tensor | Quantized:  # fmt: skip
     """One leaf, or its cut. Stacked experts are read one by one, each into its row."""
     parts: dict[int | None, list[Entry]] = {}
     for entry in release.entries(path, spec):
         parts.setdefault(entry.expert, []).append(entry)
-    inner, experts = cut, range(0)
+    inner, experts = cut, []
     if spec.stack:
-        experts = range(spec.shape[0])
-        if cut is not None and cut[0] == 0:
-            inner, experts = None, range(cut[1], cut[2])
+        experts = list(range(spec.shape[0]))
+        if isinstance(cut, list):
+            inner, experts = None, cut
         elif cut is not None:
             inner = (cut[0] - 1, *cut[1:])
     one = release.one(spec)
@@ -119,7 +141,7 @@ def _read_leaf(
     return _stack(read, experts) if spec.stack else read(None)
 
 
-def _stack(read: Callable[[int], Quantized], experts: range) -> Quantized:
+def _stack(read: Callable[[int], Quantized], experts: list[int]) -> Quantized:
     """``read(e)`` of each expert as rows of one leaf."""
     first = read(experts[0] if experts else 0)  # for the shapes, where a rank holds none
     weight, scale = (None if t is None else t.new_empty((len(experts), *t.shape)) for t in (first.weight, first.scale))

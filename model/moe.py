@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from kernels.moe import gated_mlp, grouped_mlp, route
 from model import tree
@@ -60,6 +61,11 @@ def specs(cfg: ModelConfig, experts: int) -> MoEParams:
         experts=mlp((experts,), "fp4"),
         shared_experts=mlp((), "fp8"),
     )
+
+
+def held(p: MoEParams) -> list[Tensor]:
+    """All that belongs to a routed expert, weights and scales, each [experts held, ..]."""
+    return [t for t in tree_leaves(p.experts) if t is not None]
 
 
 def fitted(rt: Runtime, p: MoEParams, rows: int) -> Runtime:

@@ -76,10 +76,10 @@ def assemble(
     cfg: ModelConfig, rt: Runtime, layout: Layout, params: ModelParams, consts: Constants,
     device: torch.device | str = "cpu",
 ) -> Model:  # fmt: skip
-    """The model with its experts spread evenly over ``rt.ep``."""
+    """The model with its experts spread evenly over ``rt.ep``, and ``layout.redundant`` slots for second replicas."""
     counts = [cfg.n_routed_experts] * cfg.num_hidden_layers
     counts += [cfg.dspark_n_routed_experts] * cfg.num_nextn_predict_layers
-    places = tuple(expert.even(count, rt.ep, device) for count in counts)
+    places = tuple(expert.spread(count, rt.ep, layout.redundant, device) for count in counts)
     return Model(cfg, rt, layout, params, consts, layout.addresses(device), places)
 
 

@@ -29,12 +29,36 @@ class Placement:
 register_dataclass(Placement)
 
 
-def even(experts: int, axis: Axis, device: torch.device | str = "cpu") -> Placement:
-    """Expert e in slot e: each rank holds as many, in order. Raises ValueError if they do not divide."""
-    if experts % axis.size:
-        raise ValueError(f"{experts} experts do not divide over axis {axis.name!r} of size {axis.size}")
-    slots = torch.arange(experts + 1, device=device)
-    return Placement(slots.unsqueeze(1), torch.ones_like(slots))
+def first_plan(experts: int, redundant: int, ranks: int) -> Tensor:
+    """Expert [P] of each slot before any load is known: E / ranks a rank, in order, and the first of the next rank's in
+    redundant slots. Raises ValueError if either does not divide, or would put an expert on a rank twice."""
+    if experts % ranks or redundant % ranks:
+        raise ValueError(f"{experts} experts and {redundant} redundant slots do not divide over {ranks} ranks")
+    own, more = experts // ranks, redundant // ranks
+    if own + more > experts:
+        raise ValueError(f"{redundant} redundant slots are more than a replica of each of {experts} experts a rank")
+    return ((torch.arange(ranks)[:, None] * own + torch.arange(own + more)) % experts).flatten()
+
+
+def placement(plan: Tensor, experts: int, width: int) -> Placement:
+    """What `physical` needs of a plan [P]: the expert of each slot, every expert in 1 .. ``width`` slots."""
+    order, counts = torch.argsort(plan, stable=True), torch.bincount(plan, minlength=experts)
+    turn = torch.arange(width, device=plan.device) % counts.unsqueeze(1)
+    replicas = order[(counts.cumsum(0) - counts).unsqueeze(1) + turn]
+    none = lambda like, value: like.new_full((1, *like.shape[1:]), value)  # noqa: E731
+    return Placement(torch.cat((replicas, none(replicas, len(plan)))), torch.cat((counts, none(counts, 1))))
+
+
+def spread(experts: int, axis: Axis, redundant: int = 0, device: torch.device | str = "cpu") -> Placement:
+    """The placement of `first_plan`, with room for as many replicas of an expert as there can ever be."""
+    plan = first_plan(experts, redundant, axis.size).to(device)
+    return placement(plan, experts, min(axis.size, 1 + redundant))
+
+
+def write(place: Placement, new: Placement) -> None:
+    """Make ``place`` what ``new`` is, in place."""
+    place.replicas.copy_(new.replicas)
+    place.counts.copy_(new.counts)
 
 
 def physical(place: Placement, ids: Tensor, positions: Tensor) -> Tensor:

@@ -77,7 +77,12 @@ def agreement(backend: str, seat: Seat, ep: Axis, width: int) -> Agree:
                 "parallel.agree=recursive needs one node whose ranks all share the axis; use parallel.agree=gloo"
             )
         return Recursive(seat.board, seat.rank, seat.size, width, seat.timeout_s)
-    ranks = [seat.rank - ep.rank + i for i in range(ep.size)]
+    group = own_group(seat, ep, timedelta(seconds=seat.timeout_s))
+    return Gloo(group, dist.distributed_c10d._get_default_store(), width)
+
+
+def own_group(seat: Seat, ep: Axis, timeout: timedelta) -> dist.ProcessGroup:
+    """A new gloo group of the ranks of ``ep``, shared with nothing else. Every rank must call it."""
     everybody = [range(at, at + ep.size) for at in range(0, seat.size, ep.size)]
-    groups = [dist.new_group(r, backend="gloo", timeout=timedelta(seconds=seat.timeout_s)) for r in everybody]
-    return Gloo(groups[ranks[0] // ep.size], dist.distributed_c10d._get_default_store(), width)
+    groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in everybody]
+    return groups[seat.rank // ep.size]

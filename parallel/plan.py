@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from parallel.eplb.settings import Eplb
+
 AGREE = ("gloo", "recursive")
+OFF = Eplb()
 PLACEMENT_KEYS = ("shard", "axis", "uneven", "optional")
 
 
@@ -38,6 +41,7 @@ class Plan:
     axes: tuple[tuple[str, int], ...]
     rules: tuple[Rule, ...]
     agree: str = "gloo"  # how the ranks agree on a step: parallel/agree
+    eplb: Eplb = OFF
 
     def __post_init__(self):
         if self.agree not in AGREE:
@@ -103,13 +107,18 @@ class Plan:
                 raise ValueError(f"parallel.rules: {rule.glob!r} matches no parameter; fix it, or say 'optional: true'")
 
 
-def parse(axes: Mapping[str, int], rules: Sequence[Sequence[Any]], agree: str = "gloo") -> Plan:
+def parse(
+    axes: Mapping[str, int],
+    rules: Sequence[Sequence[Any]],
+    agree: str = "gloo",
+    eplb: Eplb = Eplb(),  # noqa: B008
+) -> Plan:
     """A Plan from plain values: ``axes`` name -> size, ``rules`` a list of [glob, placement]."""
     if not isinstance(axes, Mapping):
         raise ValueError(f"parallel.axes must be a mapping of axis name -> size, got {axes!r}")
     if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise ValueError(f"parallel.rules must be a list of [path glob, placement], got {rules!r}")
-    return Plan(tuple(axes.items()), tuple(_rule(r) for r in rules), agree)
+    return Plan(tuple(axes.items()), tuple(_rule(r) for r in rules), agree, eplb)
 
 
 def _rule(entry: Sequence[Any]) -> Rule:

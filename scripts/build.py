@@ -20,6 +20,7 @@ from model.config import FIXED, IGNORED_TEXT, QUANTIZATION, ModelConfig
 from model.constants import constants
 from model.runtime import Runtime
 from parallel import plan
+from parallel.eplb.settings import Eplb
 from parallel.mesh import Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
@@ -148,8 +149,9 @@ def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
 def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
     """The plan of a ``conf/parallel`` YAML; every parameter of the model must have a rule that fits it."""
     values = plain(values)
-    known(values, ("axes", "agree", "rules"), "parallel.", complete=True)
-    made = plan.parse(values["axes"], values["rules"], values["agree"])
+    known(values, ("axes", "agree", "eplb", "rules"), "parallel.", complete=True)
+    eplb = from_mapping(Eplb, values["eplb"], "parallel.eplb.")
+    made = plan.parse(values["axes"], values["rules"], values["agree"], eplb)
     made.check({path: spec.shape for path, spec in tree.walk(transformer.specs(cfg))})
     return made
 
@@ -181,7 +183,7 @@ def build_runtime(s: Settings, ep: Axis | None = None) -> Runtime:
 
 
 def build_layout(s: Settings, cfg: ModelConfig) -> Layout:
-    return Layout(cfg, storage=s.cache, page_size=s.serve.page_size)
+    return Layout(cfg, storage=s.cache, page_size=s.serve.page_size, redundant=s.parallel.eplb.spare)
 
 
 def build_device(s: Settings) -> torch.device:
@@ -264,6 +266,7 @@ def build_model(
     text = build_text(s, cfg)
     consts = constants(cfg, token_map(s, cfg, text))
     how = {"numerics": s.numerics, "weights": s.weights, "device": device, "plan": s.parallel, "rank": rank or 0}
+    how["redundant"] = s.parallel.eplb.spare
     params = checkpoint.random(cfg, s.seed, **how) if s.random else checkpoint.load(s.checkpoint, cfg, **how)
     consts = tree.build(lambda _, leaf: leaf.to(device), consts)
     return transformer.assemble(cfg, rt, layout, params, consts, device), text

@@ -13,6 +13,7 @@ from parallel import mesh
 from parallel.mesh import ALONE, Axis, Seat
 from scripts.build import Settings, build_device, build_model
 from scripts.bytetext import ByteText
+from scripts.rebalancing import build_rider
 from serve.engine import Engine, Mail
 from serve.launch import StepRunner
 from serve.limits import Limits, Policy, Serve
@@ -78,11 +79,15 @@ def build_engine(s: Settings, mail: Mail, seat: Seat = ALONE) -> tuple[Engine, T
             f"parallel: the plan has {s.parallel.world} ranks, and this script starts {seat.size}: use scripts.server, "
             "scripts.run target=http://..., or parallel=single"
         )
-    lockstep, ep = None, Axis()
+    lockstep, rider, ep = None, None, Axis()
     if seat.size > 1:
         mesh.join(seat, s.device)
         ep = mesh.axis(s.parallel, "ep", seat)
-        if ep.size > 1:
-            lockstep = Lockstep(mesh.agreement(s.parallel.agree, seat, ep, WIDTH))
     model, text = build_model(s, seat.rank, ep)
-    return engine_on(runner_of(model, s.serve, build_device(s)), s.serve, s.speculate, mail, lockstep), text
+    runner = runner_of(model, s.serve, build_device(s))
+    if ep.size > 1:
+        eplb = s.parallel.eplb
+        rider = build_rider(model, runner.cache, eplb, seat) if eplb.enabled else None
+        width = WIDTH + (rider.width if rider else 0)
+        lockstep = Lockstep(mesh.agreement(s.parallel.agree, seat, ep, width), rider=rider)
+    return engine_on(runner, s.serve, s.speculate, mail, lockstep), text

@@ -51,6 +51,7 @@ class Engine:
                 await self.mail.wait(self.lockstep.tick_s)
             await self.step()
             await pause()
+        self.lockstep.close()
 
     def stop(self) -> None:
         """Leave `run` after a step that all ranks are ready to make their last; what waits is not answered."""

@@ -6,6 +6,9 @@ is taken; ranks look in every ``tick_s``, so that one with new work never waits 
 """
 
 from dataclasses import astuple, dataclass
+from typing import Protocol
+
+import numpy as np
 
 from parallel.agree.port import Agree
 from serve.plan import Plan
@@ -35,24 +38,52 @@ class Unpaced:
     def stats(self) -> dict[str, float]:
         return {}
 
+    def close(self) -> None:
+        pass
+
+
+class Rider(Protocol):
+    """What else ranks agree on between two steps: parallel/migrate.py. Its row has ``width`` words."""
+
+    width: int
+
+    def row(self) -> list[int]: ...
+
+    def agreed(self, rows: np.ndarray, worked: bool) -> None:
+        """All ranks' rows, after one step has ended and before the next is launched (``worked``), if one is."""
+        ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
 
 class Lockstep:
-    """Engines that share experts. ``port`` is parallel/agree's; its two times are summed apart."""
+    """Engines that share experts. ``port`` is parallel/agree's, for rows of WIDTH words and the rider's; its two times
+    are summed apart."""
 
-    def __init__(self, port: Agree, tick_s: float = 0.005):
-        self.port, self.tick_s = port, tick_s
+    def __init__(self, port: Agree, tick_s: float = 0.005, rider: Rider | None = None):
+        self.port, self.tick_s, self.rider = port, tick_s, rider
         self.transport_s = self.skew_s = 0.0
 
     async def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
         shape = Shape() if plan is None else shape_of(plan)
-        rows = self.port.gather([*astuple(shape), int(plan is not None), int(leaving)])
+        more = [] if self.rider is None else self.rider.row()
+        rows = self.port.gather([*astuple(shape), int(plan is not None), int(leaving), *more])
         self.transport_s += self.port.transport_s
         self.skew_s += self.port.skew_s
         most = rows.max(0)
+        if self.rider is not None:
+            self.rider.agreed(rows[:, WIDTH:], bool(most[3]))
         return Shape(*most[:3].tolist()), bool(most[3]), bool(rows[:, 4].all())
 
     def stats(self) -> dict[str, float]:
-        return {"agree_transport_seconds": self.transport_s, "agree_skew_seconds": self.skew_s}
+        more = {} if self.rider is None else self.rider.stats()
+        return {"agree_transport_seconds": self.transport_s, "agree_skew_seconds": self.skew_s, **more}
+
+    def close(self) -> None:
+        if self.rider is not None:
+            self.rider.close()
 
 
 def shape_of(plan: Plan) -> Shape:

@@ -15,6 +15,7 @@ from model.config import ModelConfig
 from model.transformer import Model
 from model.tree import Quantized
 from parallel.agree.gloo import Gloo
+from parallel.expert import first_plan
 from parallel.mesh import Axis
 from serve.lockstep import WIDTH
 from tests import small
@@ -60,22 +61,26 @@ def run(size: int, fn: Callable, *args: Any, timeout: float = 300) -> list[Any]:
     return [got[r] for r in range(size)]
 
 
-def agree() -> Gloo:
-    """Step agreement of all ranks."""
+def agree(more: int = 0) -> Gloo:
+    """Step agreement of all ranks, with ``more`` words for a rider."""
     group = dist.new_group(backend="gloo")
-    return Gloo(group, dist.distributed_c10d._get_default_store(), WIDTH)
+    return Gloo(group, dist.distributed_c10d._get_default_store(), WIDTH + more)
 
 
-def share(cfg: ModelConfig, ep: Axis, *how: Any, **more: Any) -> Model:
+def share(cfg: ModelConfig, ep: Axis, *how: Any, redundant: int = 0, **more: Any) -> Model:
     """The small model (tests/small.py) with this rank's share of experts and Engram rows, as conf/parallel/dep.yaml."""
     whole = small.model(cfg, *how, **more)
 
     def cut(path: str, leaf: Any) -> Any:
         if not (".experts." in path or path.endswith("engram.embed")):
             return leaf
-        rows = -(-leaf.weight.shape[0] // ep.size)
-        mine = lambda t: None if t is None else t[ep.rank * rows : (ep.rank + 1) * rows].clone()  # noqa: E731
+        rows, held = -(-leaf.weight.shape[0] // ep.size), leaf.weight.shape[0]
+        ids = torch.arange(ep.rank * rows, min((ep.rank + 1) * rows, held))
+        if ".experts." in path:
+            ids = first_plan(held, redundant, ep.size).view(ep.size, -1)[ep.rank]
+        mine = lambda t: None if t is None else t.view(torch.uint8)[ids].view(t.dtype)  # noqa: E731
         return Quantized(mine(leaf.weight), mine(leaf.scale))
 
     params = tree.build(cut, whole.params)
-    return transformer.assemble(cfg, replace(whole.rt, ep=ep), whole.layout, params, whole.consts)
+    layout = replace(whole.layout, redundant=redundant)
+    return transformer.assemble(cfg, replace(whole.rt, ep=ep), layout, params, whole.consts)

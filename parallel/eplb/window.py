@@ -6,7 +6,7 @@ What a slot holds changes at times, so counts are turned into those of experts b
 
 import numpy as np
 
-ROWS = 16  # of the ring: its grain is a sixteenth of the window
+ROWS = 8  # of the ring: its grain is an eighth of the window
 MOVES = 2.0  # times the distance of odd from even rows at which a load counts as moving on
 
 
@@ -16,10 +16,9 @@ class Window:
     def __init__(self, layers: int, experts: int, steps: int):
         if steps < 1:
             raise ValueError(f"parallel.eplb.window_steps must be >= 1, got {steps}")
-        self.rows = min(ROWS, steps)
-        self.grain = -(-steps // self.rows)
-        self.ring = np.zeros((self.rows, layers, experts), np.int64)
-        self.steps = 0
+        self.grain = -(-steps // ROWS)
+        self.ring = np.zeros((ROWS, layers, experts), np.int64)
+        self.steps = self._at = 0
         self._last: np.ndarray | None = None  # [L, P] counters when last seen
 
     def step(self) -> bool:
@@ -30,8 +29,8 @@ class Window:
     def see(self, counters: np.ndarray, plan: np.ndarray) -> None:
         """Add what counters [L, P] gained, by what each slot holds ([L, P]), and begin a new row, the oldest one's."""
         self.credit(counters, plan)
-        self.ring = np.roll(self.ring, 1, 0)
-        self.ring[0] = 0
+        self._at = (self._at + 1) % len(self.ring)
+        self.ring[self._at] = 0
 
     def credit(self, counters: np.ndarray, plan: np.ndarray) -> None:
         """Add what counters gained to the newest row. To be called with the old plan before another one holds."""
@@ -39,7 +38,13 @@ class Window:
         self._last = counters.copy()
         layers, experts = self.ring.shape[1:]
         flat = (plan + np.arange(layers)[:, None] * experts).ravel()
-        self.ring[0] += np.bincount(flat, gained.ravel(), layers * experts).astype(np.int64).reshape(layers, experts)
+        self.ring[self._at] += (
+            np.bincount(flat, gained.ravel(), layers * experts).astype(np.int64).reshape(layers, experts)
+        )
+
+    def rows(self) -> np.ndarray:
+        """[ROWS, L, E], newest first."""
+        return np.roll(self.ring[::-1], self._at + 1, 0)
 
 
 def recent(rows: np.ndarray) -> np.ndarray:

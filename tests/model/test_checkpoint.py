@@ -13,6 +13,7 @@ from model import checkpoint, release, transformer, tree
 from model.config import ModelConfig
 from model.tree import Quantized
 from parallel import plan
+from parallel.expert import first_plan
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 CASES = ("tiny_batch", "tiny_dspark")
@@ -147,6 +148,24 @@ def test_ranks_of_a_plan_hold_the_whole_between_them(weights):
                 assert all(same(p[path], value) for p in parts)
             else:
                 assert same(torch.cat([raw(p[path]) for p in parts], cut[0]), raw(value)), path
+
+
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+def test_redundant_slots_hold_second_replicas(weights):
+    cfg = checkpoint.read_config(GOLDEN / "tiny_batch")
+    e = cfg.n_routed_experts
+    two = plan.parse({"ep": 2}, [["layers.*.experts.*", {"shard": 0, "axis": "ep"}], ["*", "replicate"]])
+    for make in (
+        lambda **kw: checkpoint.load(GOLDEN / "tiny_batch" / "weights.safetensors", cfg, **kw),
+        lambda **kw: checkpoint.random(cfg, 3, **kw),
+    ):
+        whole = flat(make(numerics="qat", weights=weights))
+        parts = [flat(make(numerics="qat", weights=weights, plan=two, rank=r, redundant=2)) for r in range(2)]
+        slots = first_plan(e, 2, 2)
+        assert len(slots) == e + 2 and slots[e // 2] == e // 2 and slots[-1] == 0
+        for path, value in whole.items():
+            if ".experts." in path and value is not None:
+                assert same(torch.cat([raw(p[path]) for p in parts]), raw(value)[slots]), path
 
 
 def test_a_rank_reads_only_its_part(monkeypatch):

@@ -247,18 +247,19 @@ def test_recent_forgets_what_moved_on_and_keeps_what_comes_and_goes():
 
 def test_window_counts_experts_whatever_the_slots_hold():
     plan = np.array([[0, 1, 2, 0], [2, 1, 0, 0]])
-    counters, window, rng = np.zeros((2, 4), np.int64), Window(2, 3, 4), np.random.default_rng(9)
+    counters, window, rng = np.zeros((2, 4), np.int64), Window(2, 3, 8), np.random.default_rng(9)
     told = []
-    for step in range(9):
+    for step in range(20):
         gained = rng.integers(0, 5, (2, 4))
         counters += gained
         truth = np.zeros((2, 3), np.int64)
         np.add.at(truth, (np.arange(2)[:, None], plan), gained)
         told.append(truth)
-        assert window.step()  # a window of 4 steps has a grain of one
+        assert window.step()  # a window of 8 steps has a grain of one
         window.see(counters, plan)
         if step % 2:
             plan = plan[:, ::-1].copy()
-        assert (window.ring.sum(0) == sum(told[-3:])).all()  # and a newest row, still empty
+        rows = window.rows()
+        assert not rows[0].any() and all((a == b).all() for a, b in zip(rows[1:], told[::-1]))
     with pytest.raises(ValueError, match="window_steps"):
         Window(1, 1, 0)
