@@ -134,10 +134,6 @@ class ModelConfig:
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
     @property
-    def kv_sources(self) -> tuple[int, ...]:
-        return self.kv_source_layer_ids
-
-    @property
     def last_source(self) -> int:
         """The last layer that owns global KV; layers after it need only a prompt's last window of rows."""
         return max(self.kv_source_layer_ids)
