@@ -216,7 +216,7 @@ def test_an_abort_at_any_step_leaks_nothing_and_disturbs_nobody():
                 assert a.tokens == tokens if a.finish.reason != "abort" else a.tokens == tokens[: len(a.tokens)]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_mix_gives_each_request_its_own_tokens(data):
     """Chunks, pools, drafts, hits, overlap and arrival times at random, over and over the same requests."""

@@ -42,9 +42,10 @@ def serve(ep: Any, kernels: str, how: dict) -> tuple[list[list[int]], dict]:
 @pytest.mark.parametrize(
     ("size", "how"),
     [
-        (2, {}),
         (2, {"speculate": True, "long_prefill_tokens": 20, "overlap": 1}),
-        (4, {"speculate": True, "prefill": "full", "window": "halo"}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"speculate": True, "window": "halo"}, marks=pytest.mark.slow),
+        pytest.param(8, {"speculate": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
