@@ -10,7 +10,7 @@ from serve.request import Sampling
 from tests import ranks, small
 from tests.serve.harness import Bench
 
-CFG = small.config(n_routed_experts=8)
+CFG = small.config(n_routed_experts=8, dspark_n_routed_experts=8)
 LENGTHS = (1, 70, 30, 64, 9, 130, 5)
 ASKS = [(small.tokens(n, seed=n), Sampling(14, (i % 2) * 0.9, seed=i)) for i, n in enumerate(LENGTHS)]
 
