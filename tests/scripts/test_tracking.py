@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def records(folder: Path) -> list:
             at += BLOCK - at % BLOCK
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + HEADER])
+        if at + HEADER + size > len(data):
+            break  # still being written
         part += data[at + HEADER : at + HEADER + size]
         at += HEADER + size
         if kind in (1, 4):  # whole, or the last part
@@ -34,8 +37,17 @@ def records(folder: Path) -> list:
     return out
 
 
-def read(folder: Path) -> dict:
-    """Config, summary, history rows, files, group, job type and exit code of an offline run."""
+def read(folder: Path, wait_s: float = 60.0) -> dict:
+    """Config, summary, history rows, files, group, job type and exit code of an offline run. wandb's own process writes
+    the file and may be behind the script's: the exit code comes last."""
+    end = time.monotonic() + wait_s
+    while "exit" not in (out := told(folder)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return out
+
+
+def told(folder: Path) -> dict:
+    """What the file of an offline run holds by now."""
     out = {"config": {}, "summary": {}, "history": [], "files": []}
     items = lambda entries: {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in entries}  # noqa: E731
     for r in records(folder):
