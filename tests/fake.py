@@ -41,6 +41,9 @@ def rows(tokens: list[int], first: int, k: int) -> Logprobs:
     )
 
 
+KEPT = 500  # requests
+
+
 class FakeEngine:
     """Steps of random size: every running request gets 1 to ``most`` tokens a step, as with drafts."""
 
@@ -48,7 +51,7 @@ class FakeEngine:
         self.mailbox, self.answer, self.most, self.pause_s = mailbox, answer, most, pause_s
         self.random = random.Random(seed)
         self.running: dict[int, list] = {}  # handle -> [ask, tokens to come, tokens given]
-        self.asks: list[Ask] = []  # all there ever were
+        self.asks: list[Ask] = []  # the last KEPT there were
         self.steps = 0
         self.leaving = False
 
@@ -69,7 +72,7 @@ class FakeEngine:
                 if self.running.pop(message.handle, None):
                     finished.append(Finish(message.handle, "abort", cached_tokens=1))
             else:
-                self.asks.append(message)
+                self.asks = [*self.asks[1 - KEPT :], message]
                 self.running[message.handle] = [message, self.answer(message), 0]
                 k = message.sampling.prompt_logprobs
                 if k is not None:
