@@ -6,9 +6,11 @@ engine      the engine against the plain loop: decode steps by batch, prefill by
 scheduler   host work of a step with 256 running requests, prompts of 1k and 855k, with drafts
 admission   a prompt of 855,000 tokens admitted, cold and cached, against a scheduler of lists
 eplb        placement of experts on streams of routing: fitted on earlier steps, judged on later ones
+agree       step agreement: gloo against shared memory at 2-32 ranks, pinned; a rank that dies is named
+hosttable   random rows of a table in host memory, 4 KB against 2 MB pages
 """
 
-from scripts.benches import admission, decode, engine, eplb, replay, scheduler
+from scripts.benches import admission, agree, decode, engine, eplb, hosttable, replay, scheduler
 from scripts.build import Settings
 from scripts.entry import entry
 
@@ -19,6 +21,8 @@ BENCHES = {
     "scheduler": scheduler.run,
     "admission": admission.run,
     "eplb": eplb.run,
+    "agree": agree.run,
+    "hosttable": hosttable.run,
 }
 
 

@@ -24,6 +24,7 @@ from parallel.eplb.settings import Eplb
 from parallel.mesh import Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
+from scripts.benches.sizes import Agree, HostTable
 from scripts.bytetext import ByteText
 from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
 from scripts.httpd.settings import Api
@@ -73,6 +74,8 @@ class Settings:
     agreement: Agreement
     routing: Routing
     bench: str
+    agree: Agree
+    hosttable: HostTable
     target: str
     model_chosen: bool = False
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic, sleep
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch.distributed as dist
 
 from parallel.agree.port import Arrivals, Missing, OutOfStep
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 HEAD = 2  # words in front of a row: its step, its time of arrival
 
 
 class Gloo(Arrivals):
-    """``group`` is a gloo group whose timeout bounds a gather; ``store`` is one that all its ranks reach, used only
-    to name the missing. ``one_host`` False: clocks of the ranks differ, arrival skew is not known."""
+    """``group`` is a gloo group whose timeout bounds a gather; ``store`` is one that all its ranks reach, used only to
+    name the missing. All ranks make it together. Where they are on several hosts, whose clocks differ, transport and
+    skew are not told apart: the whole call counts as transport."""
 
     def __init__(
         self,
@@ -23,15 +26,15 @@ class Gloo(Arrivals):
         store: dist.Store,
         width: int,
         now: Callable[[], float] = monotonic,
-        one_host: bool = True,
         grace_s: float = 1.0,
     ):
-        super().__init__(now, one_host)
+        super().__init__(now)
         self.group, self.store, self.width, self.grace_s = group, store, width, grace_s
         self.rank, self.size, self.step = dist.get_rank(group), dist.get_world_size(group), 0
         self.row = torch.empty(HEAD + width, dtype=torch.int64)
         self.rows = torch.empty(self.size * (HEAD + width), dtype=torch.int64)
         self.failed: Exception | None = None
+        self.one_clock = self._one_clock()
 
     def gather(self, row: Sequence[int]) -> np.ndarray:
         """Raises `Missing` where ranks stay away, `OutOfStep` where they are in another step; for good."""
@@ -54,6 +57,13 @@ class Gloo(Arrivals):
             self.failed = OutOfStep(f"agree: rank {self.rank} is in step {self.step}, all in {held[:, 0].tolist()}")
             raise self.failed
         return held[:, HEAD:].copy()
+
+    def _one_clock(self) -> bool:
+        """Whether all ranks run under one kernel."""
+        boot = int(BOOT.read_text().replace("-", "")[:15], 16)
+        boots = torch.empty(self.size, dtype=torch.int64)
+        dist.all_gather_into_tensor(boots, torch.tensor([boot]), group=self.group)
+        return bool((boots == boot).all())
 
     def _missing(self) -> dict[int, str] | None:
         """Those that do not report, within the grace, that they gave up on this step too; None if all do."""

@@ -21,7 +21,7 @@ class Agree(Protocol):
     def transport_s(self) -> float: ...  # of the last gather: from the last rank's arrival to its return here
 
     @property
-    def skew_s(self) -> float: ...  # of the last gather: from our arrival to the last rank's; NaN if clocks differ
+    def skew_s(self) -> float: ...  # of the last gather: from our arrival to the last rank's
 
     def close(self) -> None: ...
 
@@ -60,8 +60,8 @@ class Alone:
 class Arrivals:
     """``transport_s`` and ``skew_s`` from the times of arrival that came with the rows, in ns of one host's clock."""
 
-    def __init__(self, now: Callable[[], float], one_host: bool = True):
-        self.now, self.one_host = now, one_host
+    def __init__(self, now: Callable[[], float]):
+        self.now, self.one_clock = now, True
         self.mine = self.done = 0
         self.times = np.zeros(1, np.int64)
 
@@ -74,9 +74,9 @@ class Arrivals:
 
     @property
     def transport_s(self) -> float:
-        """NaN without one clock, as nobody knows then when the last rank arrived."""
-        return (self.done - int(self.times.max())) / 1e9 if self.one_host else float("nan")
+        """Without one clock nobody knows when the last rank arrived: then the whole call."""
+        return (self.done - (int(self.times.max()) if self.one_clock else self.mine)) / 1e9
 
     @property
     def skew_s(self) -> float:
-        return (int(self.times.max()) - self.mine) / 1e9 if self.one_host else float("nan")
+        return (int(self.times.max()) - self.mine) / 1e9 if self.one_clock else 0.0

@@ -1,0 +1,128 @@
+"""Tables in host memory, one copy for all processes of a node, on 2 MB pages where the kernel gives them. R rows of C.
+
+An Engram table is read in random rows of a few hundred bytes: with 4 KB pages nearly each one also walks the page
+table. `create` asks for large pages, then counts in /proc/self/smaps what came of it: `Pages` says it, and if it was
+less than all, why. Anonymous private memory takes the "enabled" setting of the kernel's transparent huge pages,
+memory shared between processes its "shmem_enabled", or, where that forbids it, MADV_COLLAPSE once the rows are there.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel import shared
+from parallel.shared import HUGE, MADV_COLLAPSE, MADV_HUGEPAGE, MADV_NOHUGEPAGE, Segment
+
+THP = Path("/sys/kernel/mm/transparent_hugepage")
+CHUNK = 32 * HUGE  # bytes collapsed by one call
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What a mapping lies on. Sizes in kB."""
+
+    kind: str  # private | shared
+    size_kb: int  # that hold rows, in whole large pages
+    huge_kb: int  # of them on 2 MB pages, as smaps counts
+    fallback: str = ""  # the kernel's reason for the rest
+
+    def __str__(self) -> str:
+        share = self.huge_kb / self.size_kb
+        if share == 1:
+            return "2 MB pages"
+        return f"{f'2 MB pages for {share:.1%}, else ' if share else ''}4 KB pages: {self.fallback}"
+
+
+@dataclass(frozen=True)
+class HostTable:
+    """``rows`` [R, C] lies in host memory; ``address`` opens a shared one in another process while this one lives."""
+
+    rows: Tensor
+    pages: Pages
+    address: str | None = None
+    segment: Segment | None = None
+
+
+def create(
+    rows: int, columns: int, dtype: torch.dtype, blocks: Iterable[Tensor], share: bool = True, huge: bool = True
+) -> HostTable:
+    """A table filled from blocks of consecutive rows [r, C]. ``huge`` False forbids large pages (for comparison).
+
+    Raises ValueError where the blocks do not make R rows of that shape and dtype.
+    """
+    size = -(-rows * columns * dtype.itemsize // HUGE) * HUGE
+    segment = shared.create(size) if share else None
+    array = shared.mapped(size, segment.fd if segment else -1)
+    refused = shared.advise(array, 0, size, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
+    table = _view(array, rows, columns, dtype)
+    fill(table, blocks)
+    if huge and share:
+        refused = refused or collapse(array)
+    name = f"{segment.address}?{rows}x{columns}x{str(dtype).removeprefix('torch.')}" if segment else None
+    return HostTable(table, proof(array, share, huge, refused), name, segment)
+
+
+def attach(address: str) -> HostTable:
+    """The table that another process made, the same memory. Writing to it ends this process (SIGSEGV)."""
+    where, _, shape = address.partition("?")
+    try:
+        rows, columns, name = shape.split("x")
+        rows, columns, dtype = int(rows), int(columns), getattr(torch, name)
+    except (ValueError, AttributeError):
+        raise ValueError(f"hosttable: {address!r} is no address of a table") from None
+    segment = shared.attach(where)
+    if rows * columns * dtype.itemsize > segment.size:
+        raise ValueError(f"hosttable: {address} says {rows} x {columns} {name}, more than its {segment.size} bytes")
+    array = shared.mapped(segment.size, segment.fd, writable=False)
+    refused = shared.advise(array, 0, segment.size, MADV_HUGEPAGE)
+    table = _view(array, rows, columns, dtype)
+    touch(array)
+    return HostTable(table, proof(array, True, True, refused), address, segment)
+
+
+def fill(table: Tensor, blocks: Iterable[Tensor]) -> None:
+    """Copy blocks into consecutive rows."""
+    at = 0
+    for block in blocks:
+        if block.shape[1:] != table.shape[1:] or block.dtype != table.dtype or at + len(block) > len(table):
+            raise ValueError(
+                f"hosttable: a block of {tuple(block.shape)} {block.dtype} at row {at} does not fit into "
+                f"{tuple(table.shape)} {table.dtype}"
+            )
+        table[at : at + len(block)] = block
+        at += len(block)
+    if at != len(table):
+        raise ValueError(f"hosttable: the blocks hold {at} rows, the table has {len(table)}")
+
+
+def collapse(array: ctypes.Array) -> str:
+    """Ask for large pages once the memory is filled, whatever the settings. "" or the kernel's first refusal."""
+    starts = range(0, len(array), CHUNK)
+    refusals = [shared.advise(array, at, min(CHUNK, len(array) - at), MADV_COLLAPSE) for at in starts]
+    return next((f"MADV_COLLAPSE: {r}" for r in refusals if r), "")
+
+
+def touch(array: ctypes.Array) -> None:
+    """Read a byte of each 4 KB page, so that all are mapped."""
+    torch.frombuffer(array, dtype=torch.uint8)[::4096].sum()
+
+
+def proof(array: ctypes.Array, share: bool, huge: bool, refused: str) -> Pages:
+    """Count the mapping's large pages; name the reason where some are missing."""
+    counts = shared.smaps(array)
+    large = sum(counts[key] for key in ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped"))
+    kind, size = ("shared" if share else "private"), len(array) // 1024
+    if large >= size:
+        return Pages(kind, size, large)
+    file = THP / ("shmem_enabled" if share else "enabled")
+    setting = file.read_text().strip() if file.is_file() else "missing"
+    why = ["asked not to"] if not huge else [w for w in (refused, f"{file.name}: {setting}") if w]
+    return Pages(kind, size, large, "; ".join(why))
+
+
+def _view(array: ctypes.Array, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(array, dtype=dtype, count=rows * columns).view(rows, columns)
