@@ -8,9 +8,10 @@ admission   a prompt of 855,000 tokens admitted, cold and cached, against a sche
 eplb        placement of experts on streams of routing: fitted on earlier steps, judged on later ones
 agree       step agreement: gloo against shared memory at 2-32 ranks, pinned; a rank that dies is named
 hosttable   random rows of a table in host memory, 4 KB against 2 MB pages
+transfer    KV read from another process by NIXL: a descriptor a row, merged, a page; beside memcpy
 """
 
-from scripts.benches import admission, agree, decode, engine, eplb, hosttable, replay, scheduler
+from scripts.benches import admission, agree, decode, engine, eplb, hosttable, replay, scheduler, transfer
 from scripts.build import Settings
 from scripts.entry import entry
 
@@ -23,6 +24,7 @@ BENCHES = {
     "eplb": eplb.run,
     "agree": agree.run,
     "hosttable": hosttable.run,
+    "transfer": transfer.run,
 }
 
 
