@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("offline", "online", "disabled")
+START_S = 300  # wandb's own process may start late on a busy machine; by itself it gives up after 30 s
 MAX_ROWS = 10_000  # of a table or a history; a longer history is thinned evenly, a longer table is cut
 ROOT = Path(__file__).parents[1]
 MODE = "WANDB_MODE"
@@ -61,7 +62,8 @@ def track(settings: Track, run: Run, folder: Path) -> Iterator[None]:
         return
     import wandb  # half a second: only where it is wanted
 
-    quiet = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True)
+    quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False, "x_disable_stats": True}
+    patient = {"init_timeout": START_S, "x_service_wait": START_S}
     try:
         opened = wandb.init(
             dir=folder.resolve(),  # wandb may write from a process of its own
@@ -72,7 +74,7 @@ def track(settings: Track, run: Run, folder: Path) -> Iterator[None]:
             name=run.name,
             group=run.group,
             config={**run.config, **commit()},
-            settings=quiet,
+            settings=wandb.Settings(**quiet, **patient),
         )
     except wandb.Error as error:
         raise ValueError(f"track.mode={settings.mode}: {error}; track.mode=offline needs no account") from None
