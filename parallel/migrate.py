@@ -26,9 +26,10 @@ from parallel.eplb.window import ROWS, Window, recent
 from parallel.expert import Placement
 from parallel.movers import Cancelled, Move, Mover, moves
 
-WAIT_S = 0.001  # between looks of the round's thread at what was agreed
+REST_S = 0.02  # between looks of a waiting thread at its link
 CHUNK = 1 << 20  # 64-bit words summed at a time
 COLUMNS = 3  # of a row: steps of the round done here, failed, idle
+WIDTH = 2 * COLUMNS  # of the target's and the drafter's rows
 
 
 @dataclass(frozen=True)
@@ -98,16 +99,18 @@ class Round:
     total: int | None = None  # steps in all, once known
     failed: str = ""
     cancelled: bool = False
+    news: threading.Event = field(default_factory=threading.Event)  # go or cancelled was written
     staged: tuple[int, np.ndarray, Placement, list[int]] | None = None  # layer, its plan, placement, slots to copy
 
     def wait(self, mover: Mover) -> None:
         """This rank has done its step; return when all have."""
         self.ready += 1
-        while self.go < self.ready:
-            if self.cancelled:
-                raise Cancelled
+        while self.go < self.ready and not self.cancelled:
+            self.news.wait(REST_S)
+            self.news.clear()
             mover.rest()
-            time.sleep(WAIT_S)
+        if self.cancelled:
+            raise Cancelled
 
 
 @dataclass
@@ -170,6 +173,7 @@ class Rebalancer:
     def close(self) -> None:
         if self.round is not None:
             self.round.cancelled = True
+            self.round.news.set()
         self._asked.put(None)
         self._thread.join(1.0)  # a stuck one is a daemon
 
@@ -185,6 +189,7 @@ class Rebalancer:
         r = self.round
         if rows[:, 1].any():
             r.cancelled = True
+            r.news.set()
             self.counts.abandoned += 1
             self.counts.reasons.append(r.failed or "another rank gave up")
             self.round = None
@@ -193,6 +198,7 @@ class Rebalancer:
                 self._swap(*r.staged)
                 r.staged = None
             self._since, r.go = self.now(), r.go + 1
+            r.news.set()
             if r.go == r.total:
                 self.counts.rounds += 1
                 self.round = None
@@ -217,8 +223,8 @@ class Rebalancer:
                 pass
             except Exception as error:
                 r.failed = f"{type(error).__name__}: {error}"
-                while not r.cancelled and self.round is r:
-                    time.sleep(WAIT_S)
+                while not r.cancelled:
+                    r.news.wait(REST_S)
             self._idle = True
 
     def _run(self, r: Round) -> None:
@@ -297,15 +303,15 @@ class Rebalancing:
     """The rider of a step agreement (serve/lockstep.py): target and drafter, each with a state of its own."""
 
     def __init__(self, parts: dict[str, Rebalancer]):
-        self.parts = parts
-        self.width = COLUMNS * len(parts)
+        self.parts, self.width = parts, WIDTH
 
     def row(self) -> list[int]:
-        return [value for part in self.parts.values() for value in part.row()]
+        told = [value for part in self.parts.values() for value in part.row()]
+        return told + [0] * (WIDTH - len(told))
 
     def agreed(self, rows: np.ndarray, worked: bool) -> None:
-        for part, its in zip(self.parts.values(), np.split(rows, len(self.parts), 1), strict=True):
-            part.agreed(its, worked)
+        for i, part in enumerate(self.parts.values()):
+            part.agreed(rows[:, i * COLUMNS : (i + 1) * COLUMNS], worked)
 
     def stats(self) -> dict[str, float]:
         """Counters since the start."""

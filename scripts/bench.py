@@ -6,12 +6,13 @@ engine      the engine against the plain loop: decode steps by batch, prefill by
 scheduler   host work of a step with 256 running requests, prompts of 1k and 855k, with drafts
 admission   a prompt of 855,000 tokens admitted, cold and cached, against a scheduler of lists
 eplb        placement of experts on streams of routing: fitted on earlier steps, judged on later ones
+migrate     steps while experts move against steps while none do, four ranks
 agree       step agreement: gloo against shared memory at 2-32 ranks, pinned; a rank that dies is named
 hosttable   random rows of a table in host memory, 4 KB against 2 MB pages
 transfer    KV read from another process by NIXL: a descriptor a row, merged, a page; beside memcpy
 """
 
-from scripts.benches import admission, agree, decode, engine, eplb, hosttable, replay, scheduler, transfer
+from scripts.benches import admission, agree, decode, engine, eplb, hosttable, migrate, replay, scheduler, transfer
 from scripts.build import Settings
 from scripts.entry import entry
 
@@ -22,6 +23,7 @@ BENCHES = {
     "scheduler": scheduler.run,
     "admission": admission.run,
     "eplb": eplb.run,
+    "migrate": migrate.run,
     "agree": agree.run,
     "hosttable": hosttable.run,
     "transfer": transfer.run,

@@ -50,7 +50,7 @@ async def serve(s: Settings, folder: Path, make: Make) -> dict:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stops.put_nowait, number)
     started = time.monotonic()
-    async with engine_pool(folder / "config.yaml", make, s.parallel.world) as engine:
+    async with engine_pool(folder / "config.yaml", make, s.parallel.world, serving.row_width(s.parallel)) as engine:
         hello = await ready(engine, stops)
         if hello is None:
             return result(Metrics(), engine, started)

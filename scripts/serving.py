@@ -9,8 +9,11 @@ from functools import partial
 import torch
 
 from model.transformer import Model
-from parallel import mesh
+from parallel import mesh, migrate
+from parallel.eplb.policy import Slots
 from parallel.mesh import ALONE, Axis, Seat
+from parallel.migrate import Planner
+from parallel.plan import Plan
 from scripts.build import Settings, build_device, build_model
 from scripts.bytetext import ByteText
 from scripts.rebalancing import build_rider
@@ -69,8 +72,16 @@ def engine_on(
     return Engine(scheduler, device, mail, now, lockstep)
 
 
-def build_engine(s: Settings, mail: Mail, seat: Seat = ALONE) -> tuple[Engine, Text | ByteText]:
+def row_width(plan: Plan) -> int:
+    """Words of the rows by which the plan's ranks agree on a step."""
+    return WIDTH + (migrate.WIDTH if plan.eplb.enabled else 0)
+
+
+def build_engine(
+    s: Settings, mail: Mail, seat: Seat = ALONE, planner: Callable[[Slots], Planner] | None = None
+) -> tuple[Engine, Text | ByteText]:
     """The engine of the settings at one seat of the plan, and its tokenizer. Joins the other ranks, if there are any.
+    ``planner`` places experts instead of the policy (scripts/rebalancing.py).
 
     Raises ValueError for a plan of several ranks without seats for them.
     """
@@ -87,7 +98,6 @@ def build_engine(s: Settings, mail: Mail, seat: Seat = ALONE) -> tuple[Engine, T
     runner = runner_of(model, s.serve, build_device(s))
     if ep.size > 1:
         eplb = s.parallel.eplb
-        rider = build_rider(model, runner.cache, eplb, seat) if eplb.enabled else None
-        width = WIDTH + (rider.width if rider else 0)
-        lockstep = Lockstep(mesh.agreement(s.parallel.agree, seat, ep, width), rider=rider)
+        rider = build_rider(model, runner.cache, eplb, seat, planner) if eplb.enabled else None
+        lockstep = Lockstep(mesh.agreement(s.parallel.agree, seat, ep, row_width(s.parallel)), rider=rider)
     return engine_on(runner, s.serve, s.speculate, mail, lockstep), text

@@ -26,6 +26,7 @@ RANKS, INTERVALS = 32, 16  # half of them to fit on
 CHOICES = 400_000  # a layer and interval: 100 steps of 21 rows a rank, 6 choices each
 PARTS = {"target": (Size(40, 384, RANKS, CHOICES), 0.35, 32), "drafter": (Size(3, 128, RANKS, CHOICES), 0.21, 32)}
 TRACE_RANKS = 4  # of a trace of a small model, with as many redundant slots
+TRACE_TOKENS = 500
 PLANS = 20
 COLUMNS = ("part", "stream", "redundant", "before", "after", "followed")
 
@@ -87,12 +88,14 @@ def heatmap(name: str, judged: Judged) -> None:
 
 
 def traced(path: Path, advance) -> dict:
-    """The parts of a trace, cut into as many intervals of equal steps as it has, up to INTERVALS."""
+    """The parts of a trace, cut into 2 to INTERVALS intervals of about as many tokens, TRACE_TOKENS at least."""
     routing, out = trace.load(path), {}
     for name, part in (("target", routing.target), ("drafter", routing.drafter)):
         if part is None or part.steps < 4:
             continue
-        cuts = np.linspace(0, part.steps, min(INTERVALS, part.steps) + 1).astype(int)[:-1]
+        tokens = int(part.offsets[-1])
+        count = min(max(tokens // TRACE_TOKENS, 2), INTERVALS)
+        cuts = np.unique(np.searchsorted(part.offsets[:-1], np.arange(count) * tokens // count))
         choices = np.add.reduceat(part.step_counts(), cuts, 0)
         out[name] = {"trace": (judge(choices, Slots(part.experts, TRACE_RANKS, TRACE_RANKS)), TRACE_RANKS)}
         advance(1)

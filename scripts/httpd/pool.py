@@ -65,10 +65,10 @@ class Pool:
 
 
 @asynccontextmanager
-async def engine_pool(config: Path, make: Make, size: int) -> AsyncIterator[Pool]:
-    """``size`` processes, each with its seat; all are gone afterwards."""
+async def engine_pool(config: Path, make: Make, size: int, width: int = WIDTH) -> AsyncIterator[Pool]:
+    """``size`` processes, each with its seat; all are gone afterwards. ``width``: of the rows by which they agree."""
     with tempfile.TemporaryDirectory(prefix="racklab-") as folder:
-        board = node.create(size, WIDTH)
+        board = node.create(size, width)
         async with AsyncExitStack() as stack:
             seats = [Seat(rank, size, os.path.join(folder, "ranks"), board.address) for rank in range(size)]
             pool = Pool([await stack.enter_async_context(engine_process(config, make, seat)) for seat in seats])

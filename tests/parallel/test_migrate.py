@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from model import moe
-from parallel import expert
+from parallel import expert, migrate
 from parallel.eplb import metric, policy
 from parallel.eplb.policy import Slots
 from parallel.eplb.settings import Eplb
 from parallel.local import Fabric, LocalLink
 from parallel.mesh import Axis, Seat
-from parallel.migrate import Experts, Rebalancer, checksum, shown, staging
+from parallel.migrate import Experts, Rebalancer, Rebalancing, checksum, shown, staging
 from parallel.movers import LinkMover, moves
+from parallel.plan import parse
 from parallel.port import LinkError
 from scripts.rebalancing import build_rider
-from serve.lockstep import Lockstep
+from scripts.serving import row_width
+from serve.lockstep import WIDTH, Lockstep
 from serve.request import Sampling
 from tests import ranks, small
 from tests.serve.harness import Bench
@@ -89,11 +91,12 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.uint8).view(t.shape[0], -1)
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(
     ("size", "transport", "more"),
-    [(2, "nixl", {"speculate": True, "overlap": 1}), (4, "gloo", {"speculate": True})],
-    ids=("2 nixl", "4 gloo"),
+    [
+        pytest.param(2, "nixl", {"speculate": True, "overlap": 1}, id="2 nixl", marks=pytest.mark.medium),
+        pytest.param(4, "gloo", {"speculate": True}, id="4 gloo", marks=pytest.mark.slow),
+    ],
 )
 def test_failure_17_tokens_stay_the_same_while_experts_move(size, transport, more):
     got = ranks.run(size, serve, Eplb(**{**vars(OFTEN), "transport": transport}), more)
@@ -278,6 +281,15 @@ def test_an_idle_group_goes_on_with_a_round_and_begins_none(trio):
 
 
 # --- parts ---
+
+
+def test_ranks_agree_on_rows_that_have_room_for_the_rider():
+    rules = [["*", "replicate"]]
+    plain, moving = (parse({"dp": 2}, rules, eplb=Eplb(enabled=e)) for e in (False, True))
+    assert row_width(plain) == WIDTH and row_width(moving) == WIDTH + migrate.WIDTH
+    assert plain.eplb.spare == 0 and hash(moving) != hash(plain)
+    one = Rebalancing({})
+    assert len(one.row()) == one.width == migrate.WIDTH, "a model without a drafter, or without experts to move"
 
 
 def test_failure_16_a_replica_is_chosen_by_position_and_choice_alone():
