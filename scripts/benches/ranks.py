@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from statistics import median
 
 import torch.distributed as dist
@@ -85,11 +86,14 @@ def main(size: int, seconds: float, file: str) -> dict:
     ]
     for process in made:
         process.start()
-    told = []
-    for own, _ in pipes:
-        if not own.poll(600):
+    told, waiting = [], [own for own, _ in pipes]
+    while waiting:
+        ready = wait(waiting, timeout=600)
+        if not ready:
             raise TimeoutError(f"{len(told)} of {size} ranks came to an end")
-        told.append(own.recv())
+        told += [own.recv() for own in ready]
+        waiting = [own for own in waiting if own not in ready]
+    told.sort(key=lambda t: t[0])
     for process in made:
         process.kill()
     out: dict = {"ranks": size, "rounds": rounds_of(size), "equal": all(t[2] for t in told)}

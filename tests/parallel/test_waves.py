@@ -191,10 +191,10 @@ def test_random_schedules(size):
             free = [i for i, r in enumerate(world) if not r.row]
             i = free[int(pick * len(free))]
             rank = world[i]
-            if steps < 34_000 and chance < 0.03:
+            if steps < 34_000 and chance < 0.01:
                 world = changed(world, i, replace(rank, comes=rank.comes + 20), None)
                 continue
-            if steps < 34_000 and chance < 0.032 and all(r.read == len(script) for r in world):
+            if steps < 34_000 and chance < 0.012 and all(r.read == len(script) for r in world):
                 script += [("pause", 1 + len(script) // 2), ("resume", 1 + len(script) // 2)]
             if rank.state.running and choice < 0.7:
                 possible = [(replace(rank, row=waves.flags(rank.state, rank.load > 0)), None)]
