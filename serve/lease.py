@@ -132,10 +132,10 @@ class Borrower:
         self._seq = 0  # never used twice: an answer to an earlier debt must not count for a later one
 
     def expect(self, engine: tuple[str, int], lease: int) -> bool:
-        """Keep ``lease`` from now on; False if it is kept already, for another."""
+        """Keep ``lease`` from now on; False if it is kept for another, or being dropped."""
         with self._lock:
             debt = self._debts.setdefault(engine, Debt())
-            if lease in debt.kept:
+            if lease in debt.kept or lease in debt.drops:
                 return False
             debt.kept[lease] = Kept()
             debt.hurry = True

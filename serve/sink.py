@@ -101,7 +101,7 @@ class Sink:
         """Why it cannot go on, or empty."""
         name = load.handoff.engine
         if not load.leased:
-            return f"lease {load.handoff.lease} of engine {name} is another request's"
+            return f"lease {load.handoff.lease} of engine {name} is or was another request's"
         if peer.born != load.handoff.born:
             return f"engine {name} has restarted"
         if peer.state == REFUSED:

@@ -34,9 +34,9 @@ class Source:
 
     def beat(self, engine: tuple[str, int], beat: Beat, now: float) -> Beaten:
         """Renew and drop; tell again what became of orders that the other still counts as open."""
-        gone = tuple(lease for lease in beat.keep if not self.lender.keep(lease, engine, now))
-        for lease in beat.drop:
+        for lease in beat.drop:  # first: what is dropped is not kept
             self.lender.drop(lease, engine)
+        gone = tuple(lease for lease in beat.keep if not self.lender.keep(lease, engine, now))
         unknown = []
         for number in beat.orders:
             order = self._orders.get((engine, number))

@@ -337,6 +337,18 @@ def test_failure_12_the_gate_is_the_handshake_and_a_fresh_engine_is_greeted_unti
     assert settled(r) == {1: "landed"} and sent(r, Welcome)
 
 
+@MODES
+def test_a_handoff_that_comes_twice_is_loaded_once(rules):
+    """Found by the fuzz: kept again while the first request's drop was on its way, it was trusted and freed."""
+    r, P, D = rack(rules)
+    r.channels.delay = lambda sender, to, letter: 0.5
+    ask, handoff = r.send(P, D)
+    assert not D.loads.add(r.ask(100), handoff, r.clock())
+    r.until(lambda: ask.handle in D.running)
+    assert not D.loads.add(r.ask(100), handoff, r.clock())
+    assert settled(r)[1] == "landed" and all("another request's" in r.ended[n] for n in (2, 3))
+
+
 # Restarts, losses, books.
 
 
