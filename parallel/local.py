@@ -31,6 +31,7 @@ class Fabric:
     fault: Callable[[str, str, str], Fault] = lambda op, link, peer: Fault()
     links: dict[str, "LocalLink"] = field(default_factory=dict)  # alive, by name
     copied: Callable[["Copied"], None] = lambda copied: None  # told of each copy that is complete
+    lives: int = 0  # links made so far
 
     def kill(self, name: str) -> None:
         """The process of that link dies: its own copies stop, those of others with it fail."""
@@ -64,6 +65,8 @@ class LocalLink:
         self.regions: list[np.ndarray] = []  # bytes
         self._peers: dict[str, LocalLink] = {}
         self._notes: list[tuple[str, bytes]] = []
+        fabric.lives += 1
+        self.life = fabric.lives  # tells it from one of the same name before or after it
         fabric.links[name] = self
 
     def register(self, buffer: torch.Tensor | np.ndarray) -> int:
@@ -77,16 +80,18 @@ class LocalLink:
         return [len(r) for r in self.regions]
 
     def about(self) -> bytes:
-        return json.dumps({"name": self.name}).encode()
+        return json.dumps({"name": self.name, "life": self.life}).encode()
 
     def meet(self, about: bytes) -> str:
         try:
-            name = json.loads(about)["name"]
+            told = json.loads(about)
+            name, life = told["name"], told["life"]
         except (ValueError, TypeError, KeyError) as error:
             raise LinkError(f"not what a link says about itself: {error}") from None
-        if name not in self.fabric.links:
+        found = self.fabric.links.get(name)
+        if found is None or found.life != life:
             raise PeerLost(name, "there is no such process")
-        self._peers[name] = self.fabric.links[name]
+        self._peers[name] = found
         return name
 
     def forget(self, peer: str) -> None:

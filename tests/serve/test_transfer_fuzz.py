@@ -131,6 +131,7 @@ class Trouble:
             self.rack.turn(0.1)
         self.calm = True
         self.cut.clear()
+        self.transit = [(0.0, *entry[1:]) for entry in self.transit]
         limit = 3 * RULES.quarantine_s
         self.rack.until(lambda: (self.deliver(), not self.transit and self.rack.quiet())[1], limit, 0.25)
         assert sorted(self.rack.ended) == list(range(1, self.rack.asks + 1)), "a request never ended"
