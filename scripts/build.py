@@ -27,12 +27,12 @@ from scripts import memory, workloads
 from scripts.benches.sizes import Agree, HostTable
 from scripts.bytetext import ByteText
 from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
-from scripts.httpd.settings import Api
 from scripts.mapping import at_least, from_mapping, known
+from scripts.serving.api import Api
 from scripts.tracking import Track
 from scripts.workloads import Workload
-from serve.limits import Serve
 from serve.runner import Runner
+from serve.schedule.settings import Serve
 from serve.text import Text, normalise
 
 ROOT = Path(__file__).parents[1]

@@ -17,11 +17,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from parallel.mesh import Seat
-from scripts import build, report, serving
+from scripts import build, report
 from scripts.build import Settings
 from scripts.entry import entry
-from scripts.httpd.pool import Pool, engine_pool
-from scripts.httpd.process import Make
+from scripts.serving import engine as serving
+from scripts.serving.pool import Pool, engine_pool
+from scripts.serving.process import Make
 from serve.api.app import Ports, Service, create_app
 from serve.api.listen import bind, listen
 from serve.front import Bounds, Front

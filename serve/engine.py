@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from serve.lockstep import Lockstep, Shape, Unpaced
-from serve.plan import Drawn, Plan
 from serve.request import Abort, Ask, Bye, Outputs
-from serve.scheduler import Scheduler
+from serve.schedule.plan import Drawn, Plan
+from serve.schedule.scheduler import Scheduler
 
 
 class Mail(Protocol):

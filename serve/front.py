@@ -11,8 +11,8 @@ from itertools import count
 
 import numpy as np
 
-from serve.pages import chain
 from serve.request import Abort, Ask, Finish, Logprobs, Outputs, Sampling
+from serve.schedule.pages import chain
 from serve.writer import Decoder, NoText, Piece, Stops, Writer, join
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256

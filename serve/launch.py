@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from serve.limits import Serve
 from serve.lockstep import Shape
-from serve.plan import Drawn, Plan
 from serve.runner import Runner
+from serve.schedule.plan import Drawn, Plan
+from serve.schedule.settings import Serve
 from serve.step import Step
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from parallel.agree.port import Agree
-from serve.plan import Plan
+from serve.schedule.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """A request. ``hashes``: the chained hash of each full page of ``tokens`` (serve/pages.py), made off the engine's
-    thread; empty means that nothing of it is looked up or kept. Lower ``priority`` comes first."""
+    """A request. ``hashes``: the chained hash of each full page of ``tokens`` (serve/schedule/pages.py), made off the
+    engine's thread; empty means that nothing of it is looked up or kept. Lower ``priority`` comes first."""
 
     handle: int
     tokens: np.ndarray  # [n] int32 prompt

@@ -59,7 +59,7 @@ def compiled(model: Model) -> bool:
 
 
 def trim_layer(model: Model, prefill: str) -> int:
-    """The layer from which on prefill keeps each prompt's last window only (serve/windows.py; spec section 13).
+    """The layer from which on prefill keeps each prompt's last window only (schedule/windows.py; spec section 13).
 
     Raises ValueError where a layer past it needs every row.
     """

@@ -10,11 +10,11 @@ from torch import Tensor
 from model.dspark import DraftBatch
 from model.pack import Rows
 from serve import sample, speculate
-from serve.limits import Serve
 from serve.lockstep import Shape
-from serve.plan import Drawn, Plan, Prefill
 from serve.request import Logprobs
 from serve.runner import Runner
+from serve.schedule.plan import Drawn, Plan, Prefill
+from serve.schedule.settings import Serve
 
 
 class Step:

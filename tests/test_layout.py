@@ -49,15 +49,14 @@ HOMES = {  # third-party import name -> the folders ("x/") and files it may be i
     "triton": ("kernels/triton/",),
     "uvicorn": ("serve/api/",),
     "wandb": ("scripts/",),
-    "xxhash": ("serve/pages.py",),
+    "xxhash": ("serve/schedule/pages.py",),
     "zmq": ("serve/wire.py",),
 }
 TESTS_ONLY = {"pytest", "hypothesis", "openai"}
 
 NOT_HERE = {  # folder or file -> modules it must do without: time and chance come from the clock port, seeded streams
     "serve/": ("time", "uuid", "random"),
-    "serve/scheduler.py": ("torch",),  # plain Python, so that a policy's test takes milliseconds
-    "serve/pages.py": ("torch",),
+    "serve/schedule/": ("torch",),  # plain Python, so that a policy's test takes milliseconds
 }
 
 MAX_FILE_LINES = 400
@@ -198,7 +197,12 @@ def test_tables_name_what_exists():
 BAD = [  # rule, file, its text, what the message must hold
     (wrong_arrows, "kernels/gate.py", "import torch\nfrom model import tree\n", "kernels/gate.py:2: imports model"),
     (wrong_arrows, "parallel/link.py", "import kernels.op", "parallel/link.py:1: imports kernels.op"),
-    (wrong_arrows, "model/moe.py", "def f():\n    from serve.pages import x", "model/moe.py:2: imports serve.pages"),
+    (
+        wrong_arrows,
+        "model/moe.py",
+        "def f():\n    from serve.schedule.pages import x",
+        "model/moe.py:2: imports serve.schedule.pages",
+    ),
     (wrong_arrows, "serve/sim/clock.py", "import kernels", "serve/sim/clock.py:1: imports kernels"),
     (wrong_arrows, "serve/sim/clock.py", "from ...scripts import build", "serve/sim/clock.py:1: imports scripts"),
     (wrong_arrows, "scripts/run.py", "import tests.conftest", "scripts/run.py:1: imports tests.conftest"),
@@ -210,7 +214,7 @@ BAD = [  # rule, file, its text, what the message must hold
     (wrong_homes, "scripts/fit.py", "import pytest", "unknown package pytest"),
     (wrong_homes, "tests/test_x.py", "import scipy", "unknown package scipy"),
     (wrong_modules, "serve/engine.py", "from time import monotonic", "serve/engine.py:1: imports time"),
-    (wrong_modules, "serve/pages.py", "import torch", "serve/pages.py does without"),
+    (wrong_modules, "serve/schedule/pages.py", "import torch", "serve/schedule/ does without"),
     (environment_and_config, "model/moe.py", "import os\nx = os.environ['A']", "model/moe.py:2: environ"),
     (environment_and_config, "serve/api.py", "from os import getenv", "serve/api.py:1: getenv"),
     (environment_and_config, "model/moe.py", "def f(c: DictConfig): pass", "model/moe.py:1: DictConfig"),

@@ -20,12 +20,12 @@ from rich.table import Table
 
 from scripts.build import Settings
 from scripts.progress import progress
-from serve.limits import Limits, Serve
-from serve.pages import SALT, chain
-from serve.plan import Drawn
-from serve.policies import fcfs
 from serve.request import Abort, Ask, Sampling
-from serve.scheduler import Scheduler
+from serve.schedule.pages import SALT, chain
+from serve.schedule.plan import Drawn
+from serve.schedule.policies import fcfs
+from serve.schedule.scheduler import Scheduler
+from serve.schedule.settings import Limits, Serve
 
 TOKENS = 855_000
 PAGE_SIZE = 256

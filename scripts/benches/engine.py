@@ -16,12 +16,12 @@ from rich.table import Table
 
 from scripts.build import Settings, build_device, build_model
 from scripts.progress import progress
-from scripts.serving import engine_on, runner_of
+from scripts.serving.engine import engine_on, runner_of
 from serve import offline
-from serve.limits import Serve
 from serve.mailbox import Mailbox
 from serve.request import Ask, Outputs, Sampling
 from serve.runner import Runner
+from serve.schedule.settings import Serve
 
 BATCHES = (8, 16, 32, 64, 128, 256)
 PROMPT, TOKENS = 16, 40  # of a decode measurement

@@ -27,7 +27,7 @@ from parallel.plan import Plan
 from scripts import report
 from scripts.build import CONF, Settings, build_plan, build_runner, build_settings, checkpoint_config
 from scripts.progress import progress
-from scripts.serving import build_engine, row_width
+from scripts.serving.engine import build_engine, row_width
 from serve import offline
 from serve.mailbox import Mailbox
 from serve.request import Ask, Outputs, Sampling

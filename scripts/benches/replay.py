@@ -21,8 +21,8 @@ from model.config import ModelConfig
 from scripts.benches.engine import served
 from scripts.build import Settings, build_device, build_model
 from scripts.progress import progress
-from scripts.serving import runner_of
-from serve.windows import PREFILLS
+from scripts.serving.engine import runner_of
+from serve.schedule.windows import PREFILLS
 
 LENGTH = 4096  # tokens of the prompt
 TURNS = 3  # of each form; a layer's time is its least, since other work on the machine only adds

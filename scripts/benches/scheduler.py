@@ -17,12 +17,12 @@ from rich.table import Table
 
 from scripts.build import Settings
 from scripts.progress import progress
-from serve.limits import Limits, Serve
-from serve.pages import chain
-from serve.plan import Drawn, Plan
-from serve.policies import fcfs
 from serve.request import Ask, Sampling
-from serve.scheduler import Scheduler
+from serve.schedule.pages import chain
+from serve.schedule.plan import Drawn, Plan
+from serve.schedule.policies import fcfs
+from serve.schedule.scheduler import Scheduler
+from serve.schedule.settings import Limits, Serve
 
 PAGE_SIZE = 64
 BATCH = 256

@@ -27,7 +27,7 @@ from parallel.offload import Offloaded
 from parallel.port import DONE, Link
 from scripts.build import Settings
 from scripts.progress import progress
-from serve.pages import Pages
+from serve.schedule.pages import Pages
 
 PAGE = 64  # tokens
 RATIOS = (2, 2, 2, 1)  # of the four KV sources

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
-from scripts import serving
 from scripts.build import Settings
+from scripts.serving import engine as serving
 from serve.clock import Clock
 from serve.load.client import Client, HttpClient, LocalClient
 

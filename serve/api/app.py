@@ -21,7 +21,7 @@ from serve.api.body import ApiError, Body, parse
 from serve.api.connection import EventStream, Gone, while_there
 from serve.front import BadField, Busy, Closed, Event, Front, Stream
 from serve.metrics import CONTENT_TYPE, Metrics
-from serve.pages import chain
+from serve.schedule.pages import chain
 
 INLINE_BYTES = 1 << 16  # bodies over it are tokenized and hashed by a thread
 OPEN_PATHS = ("/health",)

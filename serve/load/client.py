@@ -15,8 +15,8 @@ import numpy as np
 
 from serve.clock import Clock
 from serve.mailbox import Mailbox
-from serve.pages import chain
 from serve.request import Abort, Ask, Outputs, Sampling
+from serve.schedule.pages import chain
 
 Arrived = Callable[[float, int], None]  # (time by the clock, tokens that came together)
 

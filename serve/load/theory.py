@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from serve.pages import chain
+from serve.schedule.pages import chain
 
 
 class Endless:

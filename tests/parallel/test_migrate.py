@@ -22,7 +22,7 @@ from parallel.movers import LinkMover, moves
 from parallel.plan import parse
 from parallel.port import LinkError
 from scripts.rebalancing import build_rider
-from scripts.serving import row_width
+from scripts.serving.engine import row_width
 from serve.lockstep import WIDTH, Lockstep
 from serve.request import Sampling
 from tests import ranks, small

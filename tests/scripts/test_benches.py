@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scripts.benches import admission, scheduler
-from serve.pages import chain
+from serve.schedule.pages import chain
 
 
 def test_scheduler_bench_gives_its_keys(capsys):

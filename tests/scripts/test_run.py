@@ -9,13 +9,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from scripts import build, report, run, serving
+from scripts import build, report, run
 from scripts.build import build_settings
 from scripts.entry import CONF, verbatim
 from scripts.running import requests, show
+from scripts.serving import engine as serving
 from serve.load import synthetic
 from serve.text import Text
-from tests.fake import FakeEngine, babble
+from tests.serve.fake import FakeEngine, babble
 
 QUICK = ("workload.duration_s=0.3", "workload.drain_s=5", "workload.limit=6")
 

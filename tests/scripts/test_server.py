@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from scripts import server
 from scripts.build import Settings, build_settings
 from scripts.entry import CONF
-from scripts.httpd.settings import Api
-from tests import fake_server
+from scripts.serving.api import Api
+from tests.serve import fake_server
 
 ROOT = Path(__file__).parents[2]
 ASK = {"prompt": "abc", "max_tokens": 5}
@@ -161,7 +161,7 @@ def test_the_key_and_the_name(tmp_path):
 def test_the_program(tmp_path):
     """A signal to the whole group, as from a terminal: the result is the last line, the exit code 0."""
     where = [f"hydra.run.dir={tmp_path}", "track=none", "api.port=0"]
-    command = [sys.executable, "-m", "tests.fake_server", *where]
+    command = [sys.executable, "-m", "tests.serve.fake_server", *where]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
     line = process.stderr.readline()

@@ -16,7 +16,7 @@ from serve.front import Bounds, Front
 from serve.mailbox import Mailbox
 from serve.metrics import Metrics
 from serve.text import Text
-from tests.fake import FakeEngine, script
+from tests.serve.fake import FakeEngine, script
 
 BOUNDS = Bounds(vocab_size=512, context=512, page_size=16, max_waiting=64, max_prompt_tokens=1 << 16)
 BYTES = ByteText(512, 0, 1)

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from serve.text import Text
-from tests.fake import babble, logprob
+from tests.serve.fake import babble, logprob
 from tests.serve.served import ANSWER, BYTES, Served, run, serve
 
 SHIPPED = Text.load("model/checkpoints/tiny")

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.pages import chain
 from serve.request import Sampling
+from serve.schedule.pages import chain
 from tests import small
 from tests.serve.harness import Bench
 

@@ -10,10 +10,10 @@ import pytest
 from scripts.bytetext import ByteText
 from serve.front import BadField, Bounds, Busy, Closed, Front
 from serve.mailbox import Mailbox
-from serve.pages import chain
 from serve.request import Sampling
+from serve.schedule.pages import chain
 from serve.writer import Stops
-from tests.fake import FakeEngine, babble, logprob, script
+from tests.serve.fake import FakeEngine, babble, logprob, script
 
 TEXT = ByteText(512, 0, 1)
 BOUNDS = Bounds(vocab_size=512, context=256, page_size=4, max_waiting=8, max_prompt_tokens=400)

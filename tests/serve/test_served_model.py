@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from model.pack import Span
 from scripts.build import build_runner, build_settings
 from scripts.entry import CONF
-from scripts.serving import build_engine
+from scripts.serving.engine import build_engine
 from serve import offline
 from serve.front import Bounds
 from serve.request import Sampling

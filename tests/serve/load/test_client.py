@@ -8,8 +8,8 @@ import pytest
 
 from serve.clock import LoopClock
 from serve.load.client import HttpClient, LoadRequest, LocalClient, Usage
-from serve.pages import chain
 from serve.request import Abort, Finish, Outputs
+from serve.schedule.pages import chain
 
 REQUEST = LoadRequest(np.arange(10, dtype=np.int32), 3, affinity="s-1", seed=5)
 

@@ -1,0 +1,1 @@
+"""What `scripts.evaluate` measures: one file for each eval."""

@@ -1,0 +1,1 @@
+"""From settings to engines: one in this process, or a process for each rank of a plan."""

@@ -1,0 +1,1 @@
+"""The recipe of the shipped checkpoint: corpus, backbone, drafter, quantisation, export."""

@@ -1,9 +1,0 @@
-"""First come, first served."""
-
-from collections.abc import Callable
-
-from serve.sequence import Sequence
-
-
-def key(sequence: Sequence, cached: Callable[[], int]) -> tuple:
-    return ()

@@ -1,9 +1,0 @@
-"""Lower priority numbers first; equals by arrival."""
-
-from collections.abc import Callable
-
-from serve.sequence import Sequence
-
-
-def key(sequence: Sequence, cached: Callable[[], int]) -> tuple:
-    return (sequence.ask.priority,)

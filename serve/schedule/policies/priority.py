@@ -1,0 +1,9 @@
+"""Lower priority numbers first; equals by arrival."""
+
+from collections.abc import Callable
+
+from serve.schedule.sequence import Sequence
+
+
+def key(sequence: Sequence, cached: Callable[[], int]) -> tuple:
+    return (sequence.ask.priority,)
