@@ -29,13 +29,15 @@ class Axis:
 @dataclass(frozen=True)
 class Seat:
     """``store``: a file that all ranks of one machine see, or tcp://HOST:PORT of rank 0. ``board``: the address of the
-    node's shared board for agree=recursive."""
+    node's shared board for agree=recursive. ``name``: of this rank among the ranks of all groups, for engines that hand
+    requests over."""
 
     rank: int = 0
     size: int = 1
     store: str = ""
     board: str = ""
     timeout_s: float = 120.0
+    name: str = ""
 
 
 ALONE = Seat()

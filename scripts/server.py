@@ -27,7 +27,8 @@ from serve.api.app import Ports, Service, create_app
 from serve.api.listen import bind, listen
 from serve.front import Bounds, Front
 from serve.metrics import Metrics
-from serve.wire import EngineWire, Hello
+from serve.wire.codec import Hello
+from serve.wire.pair import EngineWire
 
 ABORT_S = 5.0  # for the engine to confirm aborts, and for clients to take their last words
 

@@ -4,6 +4,7 @@ time) is the ports' affair."""
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from serve.disagg.exchange import Alone, Exchange
 from serve.lockstep import Lockstep, Shape, Unpaced
 from serve.request import Abort, Ask, Bye, Outputs
 from serve.schedule.plan import Drawn, Plan
@@ -11,7 +12,7 @@ from serve.schedule.scheduler import Scheduler
 
 
 class Mail(Protocol):
-    """The front end's side: serve/mailbox.py in one process, serve/wire.py between two."""
+    """The front end's side: serve/mailbox.py in one process, serve/wire/pair.py between two."""
 
     def take(self) -> list[Ask | Abort | Bye]: ...
 
@@ -34,10 +35,11 @@ class Engine:
 
     def __init__(
         self, scheduler: Scheduler, device: RunnerPort, mail: Mail, now: Callable[[], float],
-        lockstep: Unpaced | Lockstep | None = None,
+        lockstep: Unpaced | Lockstep | None = None, exchange: Alone | Exchange | None = None,
     ):  # fmt: skip
         self.scheduler, self.device, self.mail, self.now = scheduler, device, mail, now
         self.lockstep = lockstep or Unpaced()
+        self.exchange = exchange or Alone(scheduler)
         self.overlap = bool(scheduler.serve.overlap)
         self.sums = dict.fromkeys(("steps", "tokens", "drafted", "accepted", "device_seconds", "host_seconds"), 0)
         self._next: Plan | None = None
@@ -48,10 +50,12 @@ class Engine:
         steps, so that whoever shares the event loop gets a turn."""
         while not self._stopping:
             if self.scheduler.idle and self._next is None:
-                await self.mail.wait(self.lockstep.tick_s)
+                ticks = (self.lockstep.tick_s, self.exchange.tick_s)
+                await self.mail.wait(min((t for t in ticks if t is not None), default=None))
             await self.step()
             await pause()
         self.lockstep.close()
+        self.exchange.close()
 
     def stop(self) -> None:
         """Leave `run` after a step that all ranks are ready to make their last; what waits is not answered."""
@@ -60,7 +64,8 @@ class Engine:
     async def step(self) -> None:
         """One turn of the loop: mail in, one step on the device, mail out."""
         begin = self.now()
-        self._take(self.mail.take())
+        self._take(self.mail.take(), begin)
+        self.exchange.turn(begin)  # prefilled requests come in, and what was lent comes back
         plan = self._next or self.scheduler.plan()  # who, how many tokens, which pages
         self._next = None
         shape, working, self._stopping = await self.lockstep.agree(plan, self._leaving)  # one size for all ranks
@@ -73,16 +78,17 @@ class Engine:
             self._next = self.scheduler.plan()
         drawn = await self.device.collect(ticket)  # the one wait
         outputs = self.scheduler.update(plan, drawn)
+        self.exchange.lend(outputs, self.now())
         self._measure(drawn, outputs, self.now() - begin)
         self._tell(outputs)
 
-    def _take(self, messages: list[Ask | Abort | Bye]) -> None:
+    def _take(self, messages: list[Ask | Abort | Bye], now: float) -> None:
         if any(isinstance(m, Bye) for m in messages):
             self.stop()
-        self.scheduler.add(m for m in messages if not isinstance(m, Bye))
+        self.scheduler.add(self.exchange.sort([m for m in messages if not isinstance(m, Bye)], now))
 
     def _tell(self, outputs: Outputs) -> None:
-        if len(outputs.handles) or outputs.finished or outputs.prompt_logprobs:
+        if outputs:
             outputs.stats.update(self.stats())
             self.mail.put(outputs)
 
@@ -104,4 +110,4 @@ class Engine:
         gauges = {"running": len(s.running), "waiting": len(s.waiting), "pages_used": s.pages.used}
         sums = {**s.counts, **self.sums, **self.lockstep.stats()}
         counters = {f"{name}_total": value for name, value in sums.items()}
-        return {**gauges, "pages": s.pages.count - 1, **counters}
+        return {**gauges, "pages": s.pages.count - 1, **counters, **self.exchange.stats()}

@@ -266,12 +266,10 @@ class Front:
         for handle, rows in out.prompt_logprobs.items():
             if handle in self._open:
                 self._open[handle].rows.append(rows)
-        at = 0
-        for handle, number in zip(out.handles.tolist(), out.counts.tolist(), strict=True):
+        for handle, tokens, logprobs in out.each():
             part = self._open.get(handle)
             if part is not None and not part.aborted:
-                self._tokens(part, out.tokens[at : at + number].tolist(), out.logprobs.get(handle))
-            at += number
+                self._tokens(part, tokens, logprobs)
         for finish in out.finished:
             part = self._open.get(finish.handle)
             if part is not None:

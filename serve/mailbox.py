@@ -1,4 +1,4 @@
-"""The queue pair between a front end and an engine of the same process (serve/wire.py is the one between processes).
+"""The queue pair between a front end and an engine of the same process (between two: serve/wire/pair.py).
 
 The engine sees `take`, `wait` and `put`; the front end sees `send` and is called with each `Outputs`.
 """

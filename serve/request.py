@@ -4,9 +4,12 @@ A front end (HTTP process, trace driver, script) gives each request a ``handle``
 hashes and checks it; the engine answers with one `Outputs` a step. n tokens, k alternatives.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from serve.disagg.handoff import Handoff
 
 FINISHES = ("stop", "length", "abort", "error")
 
@@ -52,13 +55,21 @@ class Sampling:
 @dataclass(frozen=True, eq=False)
 class Ask:
     """A request. ``hashes``: the chained hash of each full page of ``tokens`` (serve/schedule/pages.py), made off the
-    engine's thread; empty means that nothing of it is looked up or kept. Lower ``priority`` comes first."""
+    engine's thread; empty means that nothing of it is looked up or kept. Lower ``priority`` comes first.
+
+    ``generated``: tokens that another engine generated before; they count as output and are not told again. With
+    ``hand_over`` the engine draws one token and lends what is in its cache (`Handed`); with ``handoff`` it fetches what
+    another lent. Tokens are a function of request and position, so who computes them makes no difference.
+    """
 
     handle: int
     tokens: np.ndarray  # [n] int32 prompt
     hashes: list[bytes]
     sampling: Sampling
     priority: int = 0
+    generated: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [g] int32
+    hand_over: bool = False
+    handoff: Handoff | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,16 @@ class Finish:
 
 
 @dataclass(frozen=True, eq=False)
+class Handed:
+    """An Ask with ``hand_over`` is through here, in place of its Finish: whoever gets ``handoff`` goes on with it."""
+
+    handle: int
+    handoff: Handoff
+    cached_tokens: int = 0
+    replayed_tokens: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Outputs:
     """New tokens of one step: the first ``counts[0]`` of ``tokens`` belong to ``handles[0]``, and so on."""
 
@@ -108,3 +129,15 @@ class Outputs:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)  # handle -> next stretch of the prompt's rows
     finished: list[Finish] = field(default_factory=list)
     stats: dict[str, float] = field(default_factory=dict)  # gauges and counters of the engine, for /metrics
+    handed: list[Handed] = field(default_factory=list)
+
+    def each(self) -> Iterator[tuple[int, list[int], Logprobs | None]]:
+        """(handle, its new tokens, their log-probabilities) of every request that got tokens."""
+        at, tokens = 0, self.tokens.tolist()
+        for handle, count in zip(self.handles.tolist(), self.counts.tolist(), strict=True):
+            yield handle, tokens[at : at + count], self.logprobs.get(handle)
+            at += count
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(len(self.handles) or self.finished or self.handed or self.prompt_logprobs)

@@ -37,7 +37,7 @@ HOMES = {  # third-party import name -> the folders ("x/") and files it may be i
     "hydra": ("scripts/",),
     "jinja2": ("serve/text.py",),
     "matplotlib": ("scripts/",),
-    "msgspec": ("serve/wire.py",),
+    "msgspec": ("serve/wire/",),
     "nixl": ("parallel/link.py",),
     "nixl_cu12": ("parallel/link.py",),
     "omegaconf": ("scripts/",),
@@ -50,7 +50,7 @@ HOMES = {  # third-party import name -> the folders ("x/") and files it may be i
     "uvicorn": ("serve/api/",),
     "wandb": ("scripts/",),
     "xxhash": ("serve/schedule/pages.py",),
-    "zmq": ("serve/wire.py",),
+    "zmq": ("serve/wire/",),
 }
 TESTS_ONLY = {"pytest", "hypothesis", "openai"}
 

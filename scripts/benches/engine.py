@@ -75,10 +75,8 @@ def served(runner: Runner, serve: Serve, prompts: Sequence[np.ndarray], tokens: 
     steps = Steps(run, len(prompts))
 
     def deliver(out: Outputs) -> None:
-        at = 0
-        for handle, count in zip(out.handles.tolist(), out.counts.tolist(), strict=True):
-            run.tokens.setdefault(handle - 1, []).extend(out.tokens[at : at + count].tolist())
-            at += count
+        for handle, tokens, _ in out.each():
+            run.tokens.setdefault(handle - 1, []).extend(tokens)
         steps.delivered(len(out.handles))
 
     mail = Mailbox(deliver)

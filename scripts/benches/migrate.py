@@ -79,10 +79,8 @@ def decode(s: Settings, seat: Seat) -> Told:
     told, left = Told({}, [], {}), set()
 
     def deliver(outputs: Outputs) -> None:
-        at = 0
-        for handle, count in zip(outputs.handles.tolist(), outputs.counts.tolist(), strict=True):
-            told.tokens.setdefault(handle, []).extend(outputs.tokens[at : at + count].tolist())
-            at += count
+        for handle, tokens, _ in outputs.each():
+            told.tokens.setdefault(handle, []).extend(tokens)
         left.difference_update(f.handle for f in outputs.finished)
         if not left:
             engine.stop()

@@ -12,7 +12,7 @@ from parallel.mesh import Seat
 from scripts.serving.process import EngineProcess, Make, engine_process
 from serve.lockstep import WIDTH
 from serve.request import Abort, Ask, Outputs
-from serve.wire import Hello
+from serve.wire.codec import Hello
 
 
 class Pool:

@@ -17,7 +17,8 @@ from typing import Any
 from parallel import mesh
 from parallel.mesh import ALONE, Seat
 from serve.request import Bye
-from serve.wire import EngineWire, Failed, FrontWire, Hello
+from serve.wire.codec import Failed, Hello
+from serve.wire.pair import EngineWire, FrontWire
 
 END_S = 10.0  # for an engine that was told to end, before it is killed
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from parallel import spans
 from parallel.port import BUSY, DONE, Link, LinkError
-from serve.disagg.handoff import Card
+from serve.disagg.card import Card
 
 PAGES, RINGS, TAILS, TOKENS = range(4)  # regions, in the order in which every engine registers its pools
 

@@ -4,15 +4,12 @@ Plain values that cross between processes or between transfer and scheduler; ser
 used.
 """
 
-import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from model.cache import Layout
+from serve.disagg.card import Card
 
-VERSION = 1  # of letters and layout
 MODES = ("pull", "push")
 REBUILDS = ("send", "replay", "halo")
 FALLBACKS = ("recompute", "fail")
@@ -61,66 +58,6 @@ class Rules:
             )
 
 
-@dataclass(frozen=True)
-class Card:
-    """What two engines must agree on to read each other's cache. Sizes in bytes."""
-
-    version: int
-    model: str  # digest of the config, and which weights
-    storage: str
-    dtype: str
-    page_size: int  # tokens
-    planes: tuple[int, ...]  # of a page, one after another
-    rings: int  # layers with a window, the drafter's included
-    ring_size: int  # rows of one
-    slot: tuple[int, int, int]  # bytes of a sequence's rings, tails, last tokens
-
-    @property
-    def page_bytes(self) -> int:
-        return sum(self.planes)
-
-
-def card(layout: Layout, dtype: torch.dtype, weights: str) -> Card:
-    """The card of an engine. ``weights``: name of the checkpoint, the same on both sides."""
-    cfg = layout.cfg
-    unit = 1 if layout.packed else layout.atom * dtype.itemsize
-    tails = layout.slot_tails * 2 * cfg.head_dim * torch.float32.itemsize
-    tokens = layout.token_depth * torch.int64.itemsize
-    return Card(
-        VERSION,
-        f"{hashlib.sha256(repr(cfg).encode()).hexdigest()[:16]} {weights}",
-        layout.storage,
-        str(dtype).removeprefix("torch."),
-        layout.page_size,
-        tuple(n * unit for s in cfg.kv_source_layer_ids for n in layout.plane_units(s)),
-        cfg.num_rings,
-        cfg.ring_size,
-        (layout.slot_rings * layout.ring_row_bytes(dtype), tails, tokens),
-    )
-
-
-def mismatch(mine: Card, theirs: Card) -> str:
-    """Why two engines cannot hand requests over, naming each field that differs; empty if they can.
-
-    Page sizes may differ if one is a multiple of the other: planes are cut (parallel/spans.py).
-    """
-    large, small = max(mine.page_size, theirs.page_size), min(mine.page_size, theirs.page_size)
-    ratio = large // small if small else 0
-    wrong = []
-    for f in fields(Card):
-        a, b = getattr(mine, f.name), getattr(theirs, f.name)
-        if f.name == "page_size":
-            same = bool(ratio) and ratio * small == large
-        elif f.name == "planes":
-            a, b = (tuple(n * large // max(c.page_size, 1) for n in c.planes) for c in (mine, theirs))
-            same = a == b
-        else:
-            same = a == b
-        if not same:
-            wrong.append(f"{f.name} {a} here, {b} there")
-    return "; ".join(wrong)
-
-
 @dataclass(frozen=True, eq=False)
 class Handoff:
     """A prefilled request, as it travels with its Ask from the prefill engine over the router to a decode engine."""
@@ -128,11 +65,10 @@ class Handoff:
     engine: str
     born: int  # which life of that engine
     lease: int
-    tokens: int  # of the prompt, all in the cache
+    tokens: int  # in the cache: all of the request but the last, which is drawn and not computed
     page_size: int
     pages: np.ndarray  # [ceil(tokens / page_size)] int32, at the prefill engine
     slot: int  # of its rings there
-    first: int  # token drawn by the prefill
 
 
 # Letters. A letter to an earlier life of an engine is answered with Stranger.

@@ -6,11 +6,11 @@ slot, and pages for the whole prompt and one step more, so that none of them can
 
 How a scheduler uses it (it shares its `Pages` and its list of free slots):
 
-    refused = loads.add(ask, handoff, now)   an Ask with a handoff; text of a refusal, which has dropped the lease
+    refused = loads.add(ask, now)            an Ask with a handoff; text of a refusal, which has dropped the lease
     loads.abort(handle, now)                 True if it was here
     loads.take(events)                       of transfer.poll; pages and slots that come back are released here
-    loads.finished()                         (Ready, ...) to be placed as running: a sequence with ``output`` = [first]
-                                             that resumes at ``resume``, holding ``pages`` and ``slot`` already
+    loads.finished()                         (Ready, ...) to be placed as running: it resumes at ``resume``, holding
+                                             ``pages`` and ``slot`` already
     loads.failed()                           (ask, why): rules.fallback says whether to queue it as usual or end it
     loads.admit(promised, after, now)        begin loads; ``promised`` pages are spoken for
 """
@@ -32,11 +32,14 @@ class Waiting:
     """``pages``, ``skip`` (those found in the cache) and ``slot`` once it loads."""
 
     ask: Ask
-    handoff: Handoff
     order: int
     pages: np.ndarray | None = None
     skip: int = 0
     slot: int = 0
+
+    @property
+    def handoff(self) -> Handoff:
+        return self.ask.handoff
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +51,6 @@ class Ready:
     pages: np.ndarray  # with those for the first step
     cached: int  # of them, found here and not sent
     slot: int
-    first: int  # token drawn by the prefill side, the first of the output
     resume: Resume
 
 
@@ -78,23 +80,23 @@ class Loads:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.loading) + len(self._landed) + len(self._failed)
 
-    def add(self, ask: Ask, handoff: Handoff, now: float) -> str:
-        """Take in a request; its lease is kept from now on. A refused one has given its lease up."""
-        self.transfer.expect(ask.handle, handoff, now)
-        why = self._refusal(ask, handoff)
+    def add(self, ask: Ask, now: float) -> str:
+        """Take in a request with a handoff; its lease is kept from now on. Text of a refusal, which has given it up."""
+        self.transfer.expect(ask.handle, ask.handoff, now)
+        why = self._refusal(ask)
         if why:
             self.transfer.cancel(ask.handle, now)
             return why
         self._order += 1
-        self.waiting[ask.handle] = Waiting(ask, handoff, self._order)
+        self.waiting[ask.handle] = Waiting(ask, self._order)
         return ""
 
-    def _refusal(self, ask: Ask, handoff: Handoff) -> str:
-        n = len(ask.tokens)
-        if n != handoff.tokens:
-            return f"the prompt has {n} tokens, its handoff {handoff.tokens}"
-        if n + 1 > self.most or self._need(n) >= self.pages.count:
-            return f"the prompt has {n} tokens, this engine has room for {self.most}: it can never fit"
+    def _refusal(self, ask: Ask) -> str:
+        n, lent = len(ask.tokens) + len(ask.generated), ask.handoff.tokens
+        if not len(ask.generated) or n != lent + 1:
+            return f"the request has {n} tokens, {len(ask.generated)} of them generated, and its handoff {lent}"
+        if n > self.most or self._need(lent) >= self.pages.count:
+            return f"the request has {n} tokens, this engine has room for {self.most}: it can never fit"
         return ""
 
     def abort(self, handle: int, now: float) -> bool:
@@ -166,7 +168,7 @@ class Loads:
         if self.replayed:
             start = max(0, n - n % 2 - self.replayed)  # even, so that a group of two tokens is whole
         resume = Resume(start, n, start if self.replayed else 0)
-        return Ready(w.ask, w.pages, w.skip, w.slot, w.handoff.first, resume)
+        return Ready(w.ask, w.pages, w.skip, w.slot, resume)
 
     def _release(self, pages: np.ndarray, slot: int) -> None:
         self.pages.release(pages)
@@ -175,5 +177,10 @@ class Loads:
 
     def held(self) -> list[np.ndarray]:
         """The pages of loads and of what drains, one array a holder: for `Pages.check`."""
-        draining = [load.pages for load in self.transfer.sink.draining]
-        return [w.pages for w in (*self.loading.values(), *self._landed)] + draining
+        return [one.pages for one in self._holders()]
+
+    def slots_held(self) -> list[int]:
+        return [one.slot for one in self._holders()]
+
+    def _holders(self) -> list:
+        return [*self.loading.values(), *self._landed, *self.transfer.sink.draining]

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel.port import Link, LinkError
-from serve.disagg.handoff import Body, Card, Greet, Letter, Refuse, Rules, Stranger, Welcome, mismatch
+from serve.disagg.card import Card, mismatch
+from serve.disagg.handoff import Body, Greet, Letter, Refuse, Rules, Stranger, Welcome
 
 GREETING, OPEN, REFUSED = "greeting", "open", "refused"
 

@@ -26,11 +26,11 @@ class Source:
         self.peers, self.lender, self.link, self.rules, self.counts = peers, lender, link, rules, counts
         self._orders: dict[tuple[tuple[str, int], int], Order] = {}
 
-    def lend(self, pages: np.ndarray, slot: int, tokens: int, first: int, now: float) -> Handoff:
+    def lend(self, pages: np.ndarray, slot: int, tokens: int, now: float) -> Handoff:
         """Hold ``pages`` and ``slot`` for whoever gets the handoff; they come back as one Returned."""
         lease = self.lender.lend(pages, slot, tokens, now)
         me = self.peers
-        return Handoff(me.name, me.born, lease, tokens, me.card.page_size, pages, slot, first)
+        return Handoff(me.name, me.born, lease, tokens, me.card.page_size, pages, slot)
 
     def beat(self, engine: tuple[str, int], beat: Beat, now: float) -> Beaten:
         """Renew and drop; tell again what became of orders that the other still counts as open."""

@@ -23,8 +23,9 @@ from typing import Protocol
 import numpy as np
 
 from parallel.port import Link
+from serve.disagg.card import Card
 from serve.disagg.copies import Counts
-from serve.disagg.handoff import Beat, Beaten, Card, Event, Handoff, Letter, Push, Pushed, Rules
+from serve.disagg.handoff import Beat, Beaten, Event, Handoff, Letter, Push, Pushed, Rules
 from serve.disagg.lease import Borrower, Lender
 from serve.disagg.peers import OPEN, Peers
 from serve.disagg.sink import Sink
@@ -65,9 +66,9 @@ class Transfer:
 
     # --- prefill side ---
 
-    def lend(self, pages: np.ndarray, slot: int, tokens: int, first: int, now: float) -> Handoff:
-        """Hold ``pages`` [ceil(tokens / page_size)] and ``slot`` of a prompt that is in the cache, all of it."""
-        return self.source.lend(pages, slot, tokens, first, now)
+    def lend(self, pages: np.ndarray, slot: int, tokens: int, now: float) -> Handoff:
+        """Hold ``pages`` [ceil(tokens / page_size)] and ``slot`` of a request of which ``tokens`` are in the cache."""
+        return self.source.lend(pages, slot, tokens, now)
 
     def revoke(self, handoff: Handoff) -> bool:
         """Take back a handoff that no decode side has asked about; False if one has (it drops or loses the lease)."""

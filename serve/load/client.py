@@ -107,18 +107,17 @@ class LocalClient:
     def deliver(self, outputs: Outputs) -> None:
         """Called with each step's outputs."""
         now = self.clock.now()
-        counts = outputs.counts.tolist()
-        for handle, count in zip(outputs.handles.tolist(), counts):
+        for handle, tokens, _ in outputs.each():
             mine = self._waiting.get(handle)
             if mine is not None:
-                mine.output += count
-                mine.arrived(now, count)
+                mine.output += len(tokens)
+                mine.arrived(now, len(tokens))
         for end in outputs.finished:
             mine = self._waiting.get(end.handle)
             if mine is not None and not mine.done.done():
                 usage = Usage(end.reason, mine.prompt, mine.output, end.cached_tokens, end.replayed_tokens, end.message)
                 mine.done.set_result(usage)
-        self.steps.append(StepSeen(now, len(counts), sum(counts), outputs.stats))
+        self.steps.append(StepSeen(now, len(outputs.handles), len(outputs.tokens), outputs.stats))
 
 
 # --- over HTTP ---

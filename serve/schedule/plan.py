@@ -1,6 +1,7 @@
 """A step: who takes part with how many tokens (`Plan`), and what came of it (`Drawn`). R sequences of the step."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,15 @@ class Copy:
 
     source: int
     target: int
+
+
+class Parted(NamedTuple):
+    """A sequence whose prefill is done, ``tokens`` of it in ``pages``, and that goes on at another engine."""
+
+    sequence: Sequence
+    pages: np.ndarray
+    slot: int
+    tokens: int
 
 
 @dataclass(eq=False)

@@ -10,41 +10,34 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from serve.request import Abort, Ask, Finish, Logprobs, Outputs
-from serve.schedule.pages import Pages
-from serve.schedule.plan import Copy, Drawn, Plan, Prefill
+from serve.schedule.plan import Drawn, Parted, Plan, Prefill
 from serve.schedule.queue import Queue
+from serve.schedule.residents import Residents
 from serve.schedule.sequence import Sequence
 from serve.schedule.settings import Limits
-from serve.schedule.table import NEVER, Table
-from serve.schedule.windows import Resume, Tails, WindowRule
-
-NAMED_TOGETHER = 8  # pages of generated tokens that are named together: a name costs less in company
+from serve.schedule.windows import Resume
 
 
 class Scheduler:
-    """``key(sequence, cached)`` is the policy (serve/schedule/policies). Slots 1 to ``max_batch`` are sequences, those
-    above hold retained windows."""
+    """``key(sequence, cached)`` is the policy (serve/schedule/policies)."""
 
     def __init__(self, limits: Limits, key: Callable):
         serve = limits.serve
         self.limits, self.serve = limits, serve
-        self.rule = WindowRule(serve.window, limits.window, limits.layers)
-        self.pages = Pages(serve.pages + 1, serve.page_size)
-        self.table = Table(serve.max_batch, limits.context, serve.page_size, limits.drafts)
-        first = serve.max_batch + 1
-        self.tails = Tails(range(first, first + (serve.retained if serve.window == "retain" else 0)))
-        self.rank = lambda s: key(s, lambda: self._find(s)[0].cached)
+        self.residents = Residents(limits)
+        self.pages, self.table = self.residents.pages, self.residents.table
+        self.running, self.slots, self.rule = self.residents.running, self.residents.slots, self.residents.rule
+        self.rank = lambda s: key(s, lambda: self.residents.find(s)[0].cached)
         self.waiting = Queue(self.rank, serve.policy.rekey, serve.max_wait_steps)
-        self.running: dict[int, Sequence] = {}  # by slot
         self.step = 0
         self.counts = dict.fromkeys(("asked", "hit_tokens", "replayed_tokens", "prompt_tokens", "preempted"), 0)
+        self.promised = 0  # pages that running prefills are still to take
         self._prefilling: list[Sequence] = []
-        self._slots = list(range(serve.max_batch, 0, -1))
-        self._promised = 0  # pages that running prefills are still to take
+        self._parting: list[Sequence] = []  # their prefill is planned to its end, and they go on elsewhere
+        self.parted: list[Parted] = []  # for serve/disagg/exchange.py to take
         self._decoding = np.zeros(0, np.int64)
         self._in_flight = 0  # steps settled and not yet updated
         self._arrivals = 0
-        self._copies: list[Copy] = []
         self._ended: list[Finish] = []
 
     @property
@@ -64,14 +57,19 @@ class Scheduler:
             if refusal:
                 self._ended.append(Finish(message.handle, "error", message=refusal))
                 continue
-            self._arrivals += 1
-            sequence = Sequence(message, self._arrivals, self.step, names=message.hashes)
-            self.waiting.push(sequence)
+            self.waiting.push(self._sequence(message))
+
+    def _sequence(self, ask: Ask) -> Sequence:
+        self._arrivals += 1
+        told = len(ask.tokens) if len(ask.generated) else 0
+        return Sequence(ask, self._arrivals, self.step, told=told, names=ask.hashes, output=ask.generated)
 
     def _refusal(self, ask: Ask) -> str:
-        n, most = len(ask.tokens), self.serve.pages * self.serve.page_size
-        if n == 0:
+        n, most = len(ask.tokens) + len(ask.generated), self.serve.pages * self.serve.page_size
+        if not len(ask.tokens):
             return "the prompt is empty: give at least one token"
+        if len(ask.generated) >= ask.sampling.max_tokens:
+            return f"{len(ask.generated)} tokens are generated already, max_tokens is {ask.sampling.max_tokens}"
         if n >= self.limits.context:
             return f"the prompt has {n} tokens, the context is {self.limits.context}: shorten it"
         if n + 1 > most:
@@ -96,19 +94,17 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Give back slot and pages."""
-        t, slot = self.table, sequence.slot
-        if t.name_at[slot] < NEVER:
-            self._name(slot, int(t.computed[slot]) // t.page_size)
-        self.pages.release(t.held(slot))
+        self._unlist(sequence)
+        self.residents.leave(sequence)
+
+    def _unlist(self, sequence: Sequence) -> None:
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
-            self._promised -= self._missing(sequence)
+            self.promised -= self.residents.missing(sequence)
+        elif sequence in self._parting:
+            self._parting.remove(sequence)
         else:
-            self._decoding = self._decoding[self._decoding != slot]
-        t.clear(slot)
-        del self.running[slot]
-        self._slots.append(slot)
-        sequence.slot = 0
+            self._decoding = self._decoding[self._decoding != sequence.slot]
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the line; what it has generated stays, what it has computed is found again if pages last."""
@@ -119,6 +115,25 @@ class Scheduler:
         sequence.epoch += 1
         self.counts["preempted"] += 1
         self.waiting.push(sequence)
+
+    # --- requests that come from or go to other engines ---
+
+    def _part(self, sequence: Sequence) -> None:
+        """It leaves, and neither slot nor pages are free."""
+        self._unlist(sequence)
+        self.parted.append(self.residents.part(sequence))
+
+    def adopt(self, ask: Ask, pages: np.ndarray, named: int, slot: int, resume: Resume) -> None:
+        """Run a request whose tokens before ``resume.start`` another engine computed, in ``pages``, the first ``named``
+        found here, and ``slot``: both are taken already."""
+        sequence = self._sequence(ask)
+        sequence.cached = named * self.serve.page_size
+        self.residents.place(sequence, resume, pages, named, slot)
+        self._begin(sequence, resume)
+
+    def end(self, handle: int, reason: str, message: str = "") -> None:
+        """Tell that a request ended which is not (or no longer) the scheduler's."""
+        self._ended.append(Finish(handle, reason, message=message))
 
     # --- planning ---
 
@@ -131,7 +146,7 @@ class Scheduler:
         prefills = []
         for sequence in list(self._prefilling):
             budget -= self._stretch(sequence, budget, prefills)
-        while budget > 0 and self._slots and self.counts["preempted"] == preempted:
+        while budget > 0 and self.slots and self.counts["preempted"] == preempted:
             sequence = self._admit()
             if sequence is None:
                 break
@@ -193,11 +208,6 @@ class Scheduler:
         """Who is preempted last: those that waited long, then by policy, then by arrival."""
         return (sequence.rank, sequence.order)
 
-    def _missing(self, sequence: Sequence) -> int:
-        """Pages that its prefill is still to take."""
-        size = self.serve.page_size
-        return max(0, -(-sequence.target // size) - int(self.table.capacity[sequence.slot]) // size)
-
     def _stretch(self, sequence: Sequence, budget: int, prefills: list[Prefill]) -> int:
         """Append the next stretch of a prefill that fits budget and pages; returns its tokens."""
         left = sequence.target - sequence.planned
@@ -208,74 +218,48 @@ class Scheduler:
                 count = edge - sequence.planned  # so that the rings can be kept at the end of the last full page
         if count <= 0 or not sequence.slot:
             return 0
-        missing = self._missing(sequence)
+        missing = self.residents.missing(sequence)
         if not self._grow(sequence, sequence.planned + count):
             return 0
-        self._promised -= missing - self._missing(sequence)
+        self.promised -= missing - self.residents.missing(sequence)
         last = count == left
         prefills.append(Prefill(sequence, sequence.planned, count, last, sequence.told))
         sequence.planned += count
         if last:
             self._prefilling.remove(sequence)
-            self._decoding = np.append(self._decoding, sequence.slot)
+            if sequence.ask.hand_over:
+                self._parting.append(sequence)
+            else:
+                self._decoding = np.append(self._decoding, sequence.slot)
         return count
 
     # --- admission ---
-
-    def _find(self, sequence: Sequence) -> tuple[Resume, np.ndarray]:
-        """Where a waiting sequence would start, and the cached pages it would use. At least one token is computed."""
-        most = min(len(sequence.names), (sequence.total - 1) // self.serve.page_size)
-        if self.rule.mode == "none" or not most or sequence.ask.sampling.prompt_logprobs is not None:
-            return Resume(), np.zeros(0, np.int32)
-        sequence.run = self.pages.follow(sequence.names, most, sequence.run)
-        found = sequence.run.pages
-        if self.rule.mode == "retain":
-            found = found[: self.tails.longest(sequence.names, len(found))]
-        resume = self.rule.resume(len(found) * self.serve.page_size)
-        return resume, found[: resume.cached // self.serve.page_size]
 
     def _admit(self) -> Sequence | None:
         """The head of the line gets a slot and its cached pages, if the rest of its prompt fits beside the promised."""
         sequence = self.waiting.head(self.step)
         if sequence is None:
             return None
-        resume, found = self._find(sequence)
+        resume, found = self.residents.find(sequence)
         need = -(-sequence.total // self.serve.page_size) - len(found)
         idle = int((self.pages.refs[found] == 0).sum())
-        if need + idle + self._promised > self.pages.free:
+        if need + idle + self.promised > self.pages.free:
             return None
         self.waiting.remove(sequence)
-        self._place(sequence, resume, found)
-        return sequence
-
-    def _place(self, sequence: Sequence, resume: Resume, found: np.ndarray) -> None:
-        t, serve, slot = self.table, self.serve, self._slots.pop()
-        ask, prompt, size = sequence.ask, len(sequence.ask.tokens), serve.page_size
-        limit = min(prompt + ask.sampling.max_tokens, self.limits.context, serve.pages * size)
-        t.place(slot, sequence.handle, sequence.epoch, prompt, limit, ask.sampling)
-        self.pages.hold(found)
-        sequence.slot, sequence.planned, sequence.target = slot, resume.start, sequence.total
-        aged = self.step - sequence.since >= serve.max_wait_steps
-        sequence.rank = () if aged else self.rank(sequence)  # () stands before every other
-        t.pages[slot, : len(found)] = found
-        t.generated[slot, : len(sequence.output)] = sequence.output
-        t.total[slot], t.computed[slot], t.capacity[slot] = sequence.total, resume.start, len(found) * size
-        t.published[slot] = len(found)
-        named = self.rule.mode != "none" and sequence.cacheable(size)
-        t.name_at[slot] = (1 + len(found)) * size if named else NEVER
-        t.write_from[slot], t.floor[slot] = resume.cached, resume.floor
-        whole = serve.prefill == "full" or ask.sampling.prompt_logprobs is not None
-        t.kept_from[slot] = 0 if whole else max(0, sequence.total - self.rule.window)
-        if self.rule.mode == "retain" and len(found):
-            self._copies.append(Copy(self.tails.slot(sequence.names[len(found) - 1]), slot))
         if not sequence.epoch:
             sequence.cached, sequence.replayed = resume.cached, resume.cached - resume.start
-            self.counts["prompt_tokens"] += prompt
+            self.counts["prompt_tokens"] += len(sequence.ask.tokens)
             self.counts["hit_tokens"] += resume.cached
+        self.residents.admit(sequence, resume, found)
+        self._begin(sequence, resume)
+        return sequence
+
+    def _begin(self, sequence: Sequence, resume: Resume) -> None:
+        aged = self.step - sequence.since >= self.serve.max_wait_steps
+        sequence.rank = () if aged else self.rank(sequence)  # () stands before every other
         self.counts["replayed_tokens"] += resume.cached - resume.start
-        self.running[slot] = sequence
         self._prefilling.append(sequence)
-        self._promised += self._missing(sequence)
+        self.promised += self.residents.missing(sequence)
 
     def nothing(self) -> Plan:
         """The plan of a rank that has no work in a step its peers take."""
@@ -290,7 +274,7 @@ class Scheduler:
         plan = plan.without_ended()
         if len(plan):
             self._in_flight += 1
-            plan.copies, self._copies = self._copies, []
+            plan.copies = self.residents.take_copies()
         return plan
 
     def update(self, plan: Plan, drawn: Drawn) -> Outputs:
@@ -313,11 +297,14 @@ class Scheduler:
         added = t.append(slots, tokens, counts)
         keep = added.keep
         for slot in slots[t.computed[slots] >= t.name_at[slots]].tolist():
-            self._publish(slot)
+            self.residents.publish(slot)
         for i in added.ended.tolist():
             sequence = self.running[int(slots[i])]
             self._leave(sequence)
             self._finish(sequence, "stop" if added.stopped is not None and added.stopped[i] else "length")
+        for p in plan.prefills:
+            if p.last and p.sequence in self._parting:
+                self._part(p.sequence)
         if added.stopped is not None:
             handles, keep = handles[keep > 0], keep[keep > 0]
         logprobs = {}
@@ -333,7 +320,7 @@ class Scheduler:
         self.table.computed[slot] = p.start + p.count
         sequence.told = max(sequence.told, p.start + p.count)
         if self.table.computed[slot] >= self.table.name_at[slot]:
-            self._publish(slot)
+            self.residents.publish(slot)
 
     def flush(self) -> Outputs:
         """What ended without a step: refusals and aborts."""
@@ -341,35 +328,9 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return Outputs(none.astype(np.int64), none, none, finished=ended)
 
-    def _publish(self, slot: int) -> None:
-        """Name the pages that are full now. While a sequence decodes this can wait until there are a few, but for
-        ``retain``: rings must be copied before they move on."""
-        t, size, sequence = self.table, self.table.page_size, self.running[slot]
-        computed = int(t.computed[slot])
-        full = computed // size
-        self._name(slot, full)
-        retain = self.rule.mode == "retain"
-        t.name_at[slot] = (full + (1 if retain or computed < sequence.target else NAMED_TOGETHER)) * size
-        if retain and computed - full * size <= self.limits.drafts:
-            kept = self.tails.store(sequence.named(full - 1, full, t)[0], full)
-            if kept is not None:
-                self._copies.append(Copy(slot, kept))
-
-    def _name(self, slot: int, full: int) -> None:
-        """Name its first ``full`` pages, which are written."""
-        t, first = self.table, int(self.table.published[slot])
-        if full > first:
-            self.pages.publish(t.pages[slot, first:full].tolist(), self.running[slot].named(first, full, t))
-            t.published[slot] = full
-
-    def check(self) -> None:
-        """Assert that no page, slot or sequence is lost or doubled."""
-        t = self.table
-        self.pages.check(t.held(s) for s in self.running)
-        assert sorted([*self.running, *self._slots]) == list(range(1, self.serve.max_batch + 1))
-        assert all(s.slot == slot and t.handle[slot] == s.handle for slot, s in self.running.items())
-        prefilling = [s.slot for s in self._prefilling]
+    def check(self, pages: Iterable[np.ndarray] = (), slots: Iterable[int] = ()) -> None:
+        """Assert that no page, slot or sequence is lost or doubled. ``pages`` and ``slots`` are held by others."""
+        self.residents.check(pages, slots)
+        prefilling = [s.slot for s in (*self._prefilling, *self._parting)]
         assert sorted([*prefilling, *self._decoding.tolist()]) == sorted(self.running)
-        assert self._promised == sum(map(self._missing, self._prefilling)), "promised pages"
-        for slot in self.running:
-            assert t.computed[slot] <= t.total[slot] <= t.limit[slot] and t.computed[slot] <= t.capacity[slot]
+        assert self.promised == sum(map(self.residents.missing, self._prefilling)), "promised pages"

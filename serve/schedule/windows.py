@@ -74,6 +74,14 @@ class Tails:
         self._stored.move_to_end(name)
         return self._stored[name][0]
 
+    def forget(self, slot: int) -> None:
+        """What was to be copied to ``slot`` does not come."""
+        for name, (held, _) in self._stored.items():
+            if held == slot:
+                del self._stored[name]
+                self._free.append(slot)
+                return
+
     def store(self, name: bytes, pages: int) -> int | None:
         """A slot to copy rings to, those at the end of page ``name``, the last of ``pages``; None where they are stored
         already, or there is no room at all."""

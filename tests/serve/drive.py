@@ -254,16 +254,13 @@ class Loop:
         return plan
 
     def _take(self, out: Outputs) -> None:
-        at = 0
         assert len(out.handles) == len(out.counts) and out.counts.sum() == len(out.tokens)
         assert set(out.logprobs) <= set(out.handles.tolist()), "log-probabilities of tokens that did not come"
-        for handle, count in zip(out.handles.tolist(), out.counts.tolist(), strict=True):
-            assert count > 0 and handle not in self.finished, "tokens after the end"
-            new = out.tokens[at : at + count].tolist()
+        for handle, new, logprobs in out.each():
+            assert new and handle not in self.finished, "tokens after the end"
             self.got[handle] += new
-            at += count
             if self.runner.requests[handle].sampling.logprobs is not None:
-                assert out.logprobs[handle].chosen.tolist() == new, "log-probabilities of other tokens"
+                assert logprobs.chosen.tolist() == new, "log-probabilities of other tokens"
         for handle, part in out.prompt_logprobs.items():
             assert handle not in self.finished
             self.prompt_logprobs.setdefault(handle, []).extend(part.chosen.tolist())
@@ -279,7 +276,7 @@ class Loop:
             self.step()
         assert self.idle, f"{len(self.s.running)} running and {len(self.s.waiting)} waiting after {most} steps"
         assert self.s.pages.used == 0, f"{self.s.pages.used} pages leaked"
-        assert not self.s.table.handle.any() and len(self.s._slots) == self.s.serve.max_batch
+        assert not self.s.table.handle.any() and len(self.s.slots) == self.s.serve.max_batch
 
     def judge(self, aborted: Iterable[int] = ()) -> None:
         """Every request got what it must, once."""

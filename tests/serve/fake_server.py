@@ -5,7 +5,8 @@ from pathlib import Path
 
 from parallel.mesh import Seat
 from serve.text import Text
-from serve.wire import EngineWire, Hello
+from serve.wire.codec import Hello
+from serve.wire.pair import EngineWire
 from tests.serve.fake import FakeEngine, script
 
 SHIPPED = Text.load("model/checkpoints/tiny")

@@ -46,13 +46,11 @@ class Bench:
         self.mail.send(Abort(handle))
 
     def deliver(self, out: Outputs) -> None:
-        at = 0
-        for handle, count in zip(out.handles.tolist(), out.counts.tolist(), strict=True):
+        for handle, tokens, _ in out.each():
             answer = self.answers[handle]
-            assert answer.finish is None and count > 0
-            answer.tokens += out.tokens[at : at + count].tolist()
-            at += count
-        assert at == len(out.tokens)
+            assert answer.finish is None and tokens
+            answer.tokens += tokens
+        assert out.counts.sum() == len(out.tokens)
         for handle, told in out.logprobs.items():
             self.answers[handle].logprobs.append(told)
         for handle, told in out.prompt_logprobs.items():

@@ -10,9 +10,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve import wire
 from serve.request import Abort, Ask, Bye, Finish, Logprobs, Outputs, Sampling
-from serve.wire import EngineWire, Failed, FrontWire, Hello, decode, encode
+from serve.wire import codec as wire
+from serve.wire.codec import Failed, Hello, decode, encode
+from serve.wire.pair import EngineWire, FrontWire
 
 
 def rows(n: int, k: int) -> Logprobs:

@@ -11,7 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 from parallel.local import Fabric, LocalLink
-from serve.disagg.handoff import Card, Handoff, Letter, Rules
+from serve.disagg.card import Card
+from serve.disagg.handoff import Handoff, Letter, Rules
 from serve.disagg.loads import Loads
 from serve.disagg.transfer import Transfer
 from serve.request import Ask, Sampling
@@ -70,6 +71,11 @@ class End:
         return self.channels.take(self.name)
 
 
+def lent(ask: Ask, handoff: Handoff) -> Ask:
+    """The Ask as a router sends it on: with the handoff, and the token that the prefill drew."""
+    return replace(ask, handoff=handoff, generated=np.zeros(1, np.int32))
+
+
 @lru_cache(1 << 16)
 def mark(tag: int, place: int, size: int) -> np.ndarray:
     """What page ``place`` of request ``tag`` holds: no two alike, and no poison."""
@@ -109,7 +115,7 @@ class Engine:
         self._expect_poison(pages, slot)
         self._fill(pages, slot, tag)
         self.lent.append((pages, slot))
-        return self.transfer.lend(pages, slot, tokens, 7, self.rack.clock())
+        return self.transfer.lend(pages, slot, tokens, self.rack.clock())
 
     # --- a step ---
 
@@ -236,7 +242,7 @@ class Rack:
         ask = self.ask(tokens, **more)
         handoff = source.prefill(ask.handle, tokens)
         assert handoff is not None, "no room to prefill"
-        why = sink.loads.add(ask, handoff, self.clock())
+        why = sink.loads.add(lent(ask, handoff), self.clock())
         if why:
             self.end(ask.handle, f"refused: {why}")
         return ask, handoff

@@ -11,7 +11,7 @@ import pytest
 
 from parallel.local import Copied, Fault
 from serve.disagg.copies import PAGES
-from tests.serve.disagg.rack import CARD, PAGE, POISON, RULES, Rack
+from tests.serve.disagg.rack import CARD, PAGE, POISON, RULES, Rack, lent
 
 WIDE = replace(CARD, page_size=2 * PAGE, planes=tuple(2 * n for n in CARD.planes))
 SECONDS = 40  # of trouble
@@ -99,7 +99,7 @@ class Trouble:
         due = [t for t in self.transit if t[0] <= self.rack.clock()]
         self.transit = [t for t in self.transit if t[0] > self.rack.clock()]
         for _, ask, handoff, name in due:
-            why = self.rack.engines[name].loads.add(ask, handoff, self.rack.clock())
+            why = self.rack.engines[name].loads.add(lent(ask, handoff), self.rack.clock())
             if why:
                 self.rack.end(ask.handle, why)
 

@@ -102,7 +102,7 @@ def test_copies_outlive_a_step_that_nobody_is_left_for():
     loop, mail = retaining(retained=2)
     loop.add(ask(1, range(4), max_tokens=1))
     loop.run()
-    assert len(loop.s._copies) == 1
+    assert len(loop.s.residents._copies) == 1
     loop.add(ask(2, range(30, 40), max_tokens=1))
     mail["planned"] = [Abort(2)]
     assert len(loop.step()) == 0

@@ -1,19 +1,16 @@
-"""Messages between the HTTP process and the engine's: msgpack frames over a ZeroMQ pair, no pickle.
+"""Messages between processes as frames of msgpack, no pickle: of front ends and engines, and letters between engines.
 
 A message is frames: its kind, its body, its large arrays. Arrays travel as their bytes with dtype and shape. What does
 not decode to exactly what is expected is dropped and counted, never raised.
 """
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, make_dataclass, replace
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
-import zmq
-import zmq.asyncio
 
+from serve.disagg.handoff import Body, Handoff, Letter, Push
 from serve.request import FINISHES, Abort, Ask, Bye, Logprobs, Outputs
 
 MAX_BYTES = 256 << 20  # of a message
@@ -45,6 +42,13 @@ KINDS: dict[bytes, type] = {
     b"outputs": Outputs,
     b"hello": Hello,
     b"failed": Failed,
+}
+# A letter is told by what is in it: each kind of body has an envelope of its own.
+LETTERS: dict[bytes, type] = {
+    b"letter " + cls.__name__.lower().encode(): make_dataclass(
+        f"{cls.__name__}Letter", [("sender", str), ("born", int), ("to_born", int), ("body", cls)]
+    )
+    for cls in get_args(Body)
 }
 TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"bye"), (b"outputs", b"hello", b"failed")
 
@@ -100,15 +104,20 @@ class _Decoder:
 
 
 _ENCODE = _Encoder()  # messages are made and read on one thread a process
-_DECODE = {kind: _Decoder(cls) for kind, cls in KINDS.items()}
+_DECODE = {kind: _Decoder(cls) for kind, cls in {**KINDS, **LETTERS}.items()}
 _NAMES = {cls: kind for kind, cls in KINDS.items()}
+_ENVELOPES = {cls.__annotations__["body"]: (kind, cls) for kind, cls in LETTERS.items()}
 
 
 def encode(message: Any) -> list:
     """The frames of a message. Raises ValueError for one that would not be taken: it must not be lost in silence."""
     message = _contract(message)
     _check(message)
-    frames = [_NAMES[type(message)], *_ENCODE(message)]
+    if isinstance(message, Letter):
+        kind, envelope = _ENVELOPES[type(message.body)]
+        frames = [kind, *_ENCODE(envelope(message.sender, message.born, message.to_born, message.body))]
+    else:
+        frames = [_NAMES[type(message)], *_ENCODE(message)]
     size = sum(len(f) for f in frames)
     if size > MAX_BYTES:
         raise ValueError(f"a message of {size} bytes; {MAX_BYTES} may be sent")
@@ -124,6 +133,8 @@ def decode(frames: list, kinds: tuple[bytes, ...]) -> Any:
         raise ValueError("a message over the size limit")
     try:
         message = _DECODE[kind](frames[1], frames[2:])
+        if kind in LETTERS:
+            message = Letter(message.sender, message.born, message.to_born, message.body)
         _check(message)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a {kind.decode()}: {error}") from None
@@ -143,8 +154,11 @@ def _check(message: Any) -> None:
     """Raise ValueError where arrays do not belong together."""
     if isinstance(message, Ask):
         _array(message.tokens, np.int32, 1)
+        _array(message.generated, np.int32, 1)
         if not len(message.tokens):
             raise ValueError("an Ask without tokens")
+        if message.handoff is not None:
+            _check_handoff(message.handoff)
     if isinstance(message, Outputs):
         _array(message.handles, np.int64, 1)
         _array(message.counts, np.int32, 1)
@@ -155,6 +169,20 @@ def _check(message: Any) -> None:
             _check_rows(rows)
         if any(f.reason not in FINISHES for f in message.finished):
             raise ValueError(f"a Finish that is none of {FINISHES}")
+        for handed in message.handed:
+            _check_handoff(handed.handoff)
+    if isinstance(message, Letter) and isinstance(message.body, Push):
+        _array(message.body.pages, np.int32, 1)
+        if message.body.pages.min(initial=0) < 0 or message.body.slot < 0 or message.body.skip < 0:
+            raise ValueError("a Push of pages or slots below 0")
+
+
+def _check_handoff(handoff: Handoff) -> None:
+    _array(handoff.pages, np.int32, 1)
+    if min(handoff.tokens, handoff.page_size, handoff.slot) < 1 or handoff.pages.min(initial=1) < 1:
+        raise ValueError("a Handoff with no tokens, or of pages or slots below 1")
+    if len(handoff.pages) != -(-handoff.tokens // handoff.page_size):
+        raise ValueError(f"a Handoff of {handoff.tokens} tokens in {len(handoff.pages)} pages of {handoff.page_size}")
 
 
 def _check_rows(rows: Logprobs) -> None:
@@ -168,86 +196,3 @@ def _check_rows(rows: Logprobs) -> None:
 def _array(value: np.ndarray, dtype: type, axes: int) -> None:
     if value.dtype != dtype or value.ndim != axes:
         raise ValueError(f"an array of {value.dtype} with {value.ndim} axes")
-
-
-def _buffers(frames: list[zmq.Frame]) -> list[memoryview]:
-    return [f.buffer for f in frames]
-
-
-def _socket(context: zmq.Context, address: str, bind: bool) -> zmq.Socket:
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)  # the front end's limits bound what is under way; a send never blocks a step
-    socket.setsockopt(zmq.LINGER, 1000)  # ms
-    (socket.bind if bind else socket.connect)(address)
-    return socket
-
-
-class EngineWire:
-    """The engine's side: `take`, `wait` and `put` of a mailbox. `wait` blocks its process, which has nothing else to
-    do. ``malformed`` counts dropped messages."""
-
-    def __init__(self, address: str):
-        self._context = zmq.Context()
-        self._socket = _socket(self._context, address, bind=False)
-        self.malformed = 0
-
-    def take(self) -> list[Ask | Abort | Bye]:
-        """Everything that has come since the last call, in order."""
-        taken: list[Ask | Abort | Bye] = []
-        while self._socket.poll(0):
-            try:
-                message = decode(_buffers(self._socket.recv_multipart(copy=False)), TO_ENGINE)
-            except ValueError:
-                self.malformed += 1
-                continue
-            taken.append(message)
-        return taken
-
-    async def wait(self, timeout: float | None = None) -> None:
-        """Return once there is something to take, or after ``timeout`` seconds."""
-        self._socket.poll(None if timeout is None else timeout * 1e3)
-
-    def put(self, message: Outputs | Hello | Failed) -> None:
-        self._socket.send_multipart(encode(message), copy=False)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
-
-
-class FrontWire:
-    """The HTTP process's side; call it on a running event loop, `receive` the Hello first. ``malformed`` counts dropped
-    messages, ``undelivered`` those for an engine that is gone."""
-
-    def __init__(self, address: str):
-        self._context = zmq.asyncio.Context()
-        self._socket = _socket(self._context, address, bind=True)
-        self.malformed = 0
-        self.undelivered = 0
-
-    def send(self, message: Ask | Abort | Bye) -> None:
-        """Raises ValueError for a message over the size limit."""
-        sent = self._socket.send_multipart(encode(message), flags=zmq.NOBLOCK, copy=False)
-        if sent.done() and sent.exception() is not None:
-            self.undelivered += 1
-
-    async def receive(self) -> Outputs | Hello | Failed:
-        """The next message that is one."""
-        while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            try:
-                return decode(_buffers(frames), TO_FRONT)
-            except ValueError:
-                self.malformed += 1
-
-    async def pump(self, deliver: Callable[[Outputs | Failed], None]) -> None:
-        """Hand every message but a Hello to ``deliver``, until cancelled."""
-        while True:
-            message = await self.receive()
-            if not isinstance(message, Hello):
-                deliver(message)
-                await asyncio.sleep(0)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()

@@ -1,0 +1,1 @@
+"""Messages between processes: their frames (codec), front end and engine (pair), engines with each other (net)."""
