@@ -67,7 +67,7 @@ def grouped_mlp(
         hidden = (F.silu(gate) * up * w.unsqueeze(-1)).to(x.dtype)
         y = F.linear(quant.fake_fp8(hidden) if quantise else hidden, _expert(w2, s2, e, x.dtype))
         out[picked] = y[: end - begin]
-    return out.view(*ids.shape, -1)
+    return out.view(*ids.shape, x.shape[-1])
 
 
 @grouped_mlp.backend("dense")

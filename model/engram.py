@@ -11,6 +11,7 @@ from kernels.linear import quant_linear
 from model import tree
 from model.batch import HashConstants
 from model.config import ModelConfig
+from model.exchange import fetched_rows
 from model.runtime import Runtime
 from model.tree import Quantized, Spec
 from parallel import expert
@@ -53,6 +54,9 @@ def look_up(rt: Runtime, held: int, table: Quantized, ids: Tensor, dtype: torch.
     gather = rt.kernels.engram_gather
     if not held:
         return engram_gather(table.weight, table.scale, ids, dtype, backend=gather)
+    if rt.dispatch == "alltoall":
+        where = rt.ep.size, rt.ep.rank, rt.ep.group
+        return fetched_rows(table.weight, table.scale, ids, dtype, held, gather, *where)
     mine = expert.local(rt.ep, expert.gather(rt.ep, ids), held)
     there = mine < table.weight.shape[0]  # the last rank may hold fewer
     rows = engram_gather(table.weight, table.scale, torch.where(there, mine, 0), dtype, backend=gather)

@@ -5,6 +5,7 @@ N rows, D model dim, I expert width, E experts, k chosen.
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from kernels.moe import gated_mlp, grouped_mlp, route
 from model import tree
 from model.config import ModelConfig
+from model.exchange import routed_mlp
 from model.runtime import Runtime
 from model.tree import Quantized, Spec
 from parallel import expert
@@ -72,6 +74,8 @@ def fitted(rt: Runtime, p: MoEParams, rows: int) -> Runtime:
     """``rt`` for a step of so many rows. `compile` has two ways through the experts, the opaque loop and `dense`;
     which is cheaper is settled here, outside of any graph, since a graph serves all numbers of rows."""
     w1 = p.experts.w1
+    if rt.dispatch == "alltoall":  # how many rows come here is known only on the way
+        return rt
     ready = w1.scale is None and w1.weight.shape[0] <= DENSE_EXPERTS and w1.weight.numel() <= DENSE_VALUES
     few = rt.group_rows <= rows * rt.ep.size <= DENSE_ROWS
     return _dense(rt) if ready and few and rt.kernels.grouped_mlp == "compile" else rt
@@ -97,16 +101,29 @@ def apply(
     counted = torch.where(valid, slots, load.shape[1] - 1)
     load.index_put_((layer.expand_as(counted), counted), torch.ones_like(counted), accumulate=True)
     e, s = p.experts, p.shared_experts
-    limit, pad = cfg.swiglu_limit, rt.group_rows
-    rows, slots, weights = expert.dispatch(rt.ep, x, slots, weights)
-    slots = expert.local(rt.ep, slots, e.w1.weight.shape[0])
-    routed = grouped_mlp(
-        rows, slots, weights, e.w1.weight, e.w1.scale, e.w3.weight, e.w3.scale, e.w2.weight, e.w2.scale,
-        limit, rt.qat, pad, backend=rt.kernels.grouped_mlp,
-    )  # fmt: skip
-    routed = expert.combine(rt.ep, routed)
+    held = e.w1.weight, e.w1.scale, e.w3.weight, e.w3.scale, e.w2.weight, e.w2.scale
+    routed = ROUTED[rt.dispatch](rt, x, slots, weights, *held, cfg.swiglu_limit)
     shared = gated_mlp(
         x, s.w1.weight, s.w1.scale, s.w3.weight, s.w3.scale, s.w2.weight, s.w2.scale,
-        limit, rt.qat, backend=rt.kernels.gated_mlp,
+        cfg.swiglu_limit, rt.qat, backend=rt.kernels.gated_mlp,
     )  # fmt: skip
     return (routed.float().sum(1) + shared.float()).to(x.dtype)
+
+
+def everywhere(rt: Runtime, x: Tensor, slots: Tensor, weights: Tensor, w1: Tensor, *more: Any) -> Tensor:
+    """Results [N, k, D] of rows x [N, D] in physical slots [N, k]: every rank sees all rows, and runs its experts."""
+    rows, slots, weights = expert.dispatch(rt.ep, x, slots, weights)
+    mine = expert.local(rt.ep, slots, w1.shape[0])
+    k = rt.kernels.grouped_mlp
+    return expert.combine(rt.ep, grouped_mlp(rows, mine, weights, w1, *more, rt.qat, rt.group_rows, backend=k))
+
+
+def where_held(rt: Runtime, x: Tensor, slots: Tensor, weights: Tensor, *more: Any) -> Tensor:
+    """The same bits: a row goes only to ranks that hold an expert of it."""
+    if rt.ep.size == 1:
+        return everywhere(rt, x, slots, weights, *more)
+    how = rt.qat, rt.group_rows, rt.kernels.grouped_mlp
+    return routed_mlp(x, slots, weights, *more, *how, rt.ep.size, rt.ep.rank, rt.ep.group)
+
+
+ROUTED = {"allgather": everywhere, "alltoall": where_held}

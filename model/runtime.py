@@ -24,6 +24,7 @@ class Runtime:
     batch_invariant: bool = True
     kernels: Kernels = field(default_factory=Kernels)  # backend of each op
     ep: Axis = field(default_factory=Axis)  # ranks that share the experts
+    dispatch: str = "allgather"  # how rows get to them; alltoall: only where they are routed to
 
     def __post_init__(self):
         if self.numerics not in NUMERICS:

@@ -75,10 +75,21 @@ def dispatch(axis: Axis, x: Tensor, slots: Tensor, weights: Tensor) -> tuple[Ten
     """
     if axis.size == 1:
         return x, slots, weights
+    widths, message = pack(x, slots, weights)
+    return unpack(gather(axis, message), widths, x, slots, weights)
+
+
+def pack(x: Tensor, slots: Tensor, weights: Tensor) -> tuple[list[int], Tensor]:
+    """A message of bytes for each row, and how many of them each part takes. Slots go as int32."""
     raw = [t.contiguous().view(torch.uint8) for t in (x, slots.to(torch.int32), weights)]
-    widths = [t.shape[1] for t in raw]
-    every = gather(axis, torch.cat(raw, 1))
-    parts = [t.contiguous() for t in every.split(widths, 1)]
+    return [t.shape[1] for t in raw], torch.cat(raw, 1)
+
+
+def unpack(
+    message: Tensor, widths: list[int], x: Tensor, slots: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, slots and weights that came as bytes, in the types of those given."""
+    parts = [t.contiguous() for t in message.split(widths, 1)]
     return parts[0].view(x.dtype), parts[1].view(torch.int32).to(slots.dtype), parts[2].view(weights.dtype)
 
 

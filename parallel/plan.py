@@ -19,6 +19,7 @@ from typing import Any
 from parallel.eplb.settings import Eplb
 
 AGREE = ("gloo", "recursive")
+DISPATCH = ("allgather", "alltoall")
 OFF = Eplb()
 PLACEMENT_KEYS = ("shard", "axis", "uneven", "optional")
 
@@ -42,8 +43,11 @@ class Plan:
     rules: tuple[Rule, ...]
     agree: str = "gloo"  # how the ranks agree on a step: parallel/agree
     eplb: Eplb = OFF
+    dispatch: str = "allgather"  # how rows get to their experts: parallel/expert.py, parallel/alltoall.py
 
     def __post_init__(self):
+        if self.dispatch not in DISPATCH:
+            raise ValueError(f"parallel.dispatch must be one of {', '.join(DISPATCH)}, got {self.dispatch!r}")
         if self.agree not in AGREE:
             raise ValueError(f"parallel.agree must be one of {', '.join(AGREE)}, got {self.agree!r}")
         for name, size in self.axes:
@@ -111,14 +115,15 @@ def parse(
     axes: Mapping[str, int],
     rules: Sequence[Sequence[Any]],
     agree: str = "gloo",
-    eplb: Eplb = Eplb(),  # noqa: B008
+    eplb: Eplb = OFF,
+    dispatch: str = "allgather",
 ) -> Plan:
     """A Plan from plain values: ``axes`` name -> size, ``rules`` a list of [glob, placement]."""
     if not isinstance(axes, Mapping):
         raise ValueError(f"parallel.axes must be a mapping of axis name -> size, got {axes!r}")
     if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise ValueError(f"parallel.rules must be a list of [path glob, placement], got {rules!r}")
-    return Plan(tuple(axes.items()), tuple(_rule(r) for r in rules), agree, eplb)
+    return Plan(tuple(axes.items()), tuple(_rule(r) for r in rules), agree, eplb, dispatch)
 
 
 def _rule(entry: Sequence[Any]) -> Rule:

@@ -7,12 +7,25 @@ scheduler   host work of a step with 256 running requests, prompts of 1k and 855
 admission   a prompt of 855,000 tokens admitted, cold and cached, against a scheduler of lists
 eplb        placement of experts on streams of routing: fitted on earlier steps, judged on later ones
 migrate     steps while experts move against steps while none do, four ranks
+dispatch    rows of a layer to their experts, allgather against alltoall: bytes sent and time, 2 and 4 ranks
 agree       step agreement: gloo against shared memory at 2-32 ranks, pinned; a rank that dies is named
 hosttable   random rows of a table in host memory, 4 KB against 2 MB pages
 transfer    KV read from another process by NIXL: a descriptor a row, merged, a page; beside memcpy
 """
 
-from scripts.benches import admission, agree, decode, engine, eplb, hosttable, migrate, replay, scheduler, transfer
+from scripts.benches import (
+    admission,
+    agree,
+    decode,
+    dispatch,
+    engine,
+    eplb,
+    hosttable,
+    migrate,
+    replay,
+    scheduler,
+    transfer,
+)
 from scripts.build import Settings
 from scripts.entry import entry
 
@@ -24,6 +37,7 @@ BENCHES = {
     "admission": admission.run,
     "eplb": eplb.run,
     "migrate": migrate.run,
+    "dispatch": dispatch.run,
     "agree": agree.run,
     "hosttable": hosttable.run,
     "transfer": transfer.run,

@@ -24,7 +24,7 @@ from parallel.eplb.settings import Eplb
 from parallel.mesh import Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
-from scripts.benches.sizes import Agree, HostTable
+from scripts.benches.sizes import Agree, Dispatch, HostTable
 from scripts.bytetext import ByteText
 from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
 from scripts.mapping import at_least, from_mapping, known
@@ -76,6 +76,7 @@ class Settings:
     bench: str
     agree: Agree
     hosttable: HostTable
+    dispatch: Dispatch
     target: str
     model_chosen: bool = False
 
@@ -152,9 +153,9 @@ def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
 def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
     """The plan of a ``conf/parallel`` YAML; every parameter of the model must have a rule that fits it."""
     values = plain(values)
-    known(values, ("axes", "agree", "eplb", "rules"), "parallel.", complete=True)
+    known(values, ("axes", "agree", "dispatch", "eplb", "rules"), "parallel.", complete=True)
     eplb = from_mapping(Eplb, values["eplb"], "parallel.eplb.")
-    made = plan.parse(values["axes"], values["rules"], values["agree"], eplb)
+    made = plan.parse(values["axes"], values["rules"], values["agree"], eplb, values["dispatch"])
     made.check({path: spec.shape for path, spec in tree.walk(transformer.specs(cfg))})
     return made
 
@@ -182,7 +183,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_runtime(s: Settings, ep: Axis | None = None) -> Runtime:
     choice = {"numerics": s.numerics, "cache": s.cache, "batch_invariant": s.batch_invariant, "kernels": s.kernels}
-    return Runtime(**choice, ep=ep or Axis())
+    return Runtime(**choice, ep=ep or Axis(), dispatch=s.parallel.dispatch)
 
 
 def build_layout(s: Settings, cfg: ModelConfig) -> Layout:

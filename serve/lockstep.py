@@ -5,6 +5,7 @@ they exchange one row of integers and take the maximum. A rank without work runs
 is taken; ranks look in every ``tick_s``, so that one with new work never waits long for the others.
 """
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Protocol
 
@@ -58,12 +59,22 @@ class Rider(Protocol):
     def close(self) -> None: ...
 
 
+def bucket(most: Shape) -> Shape:
+    """Every rank as large as the largest (dispatch=allgather)."""
+    return most
+
+
+def ragged(most: Shape) -> Shape:
+    """Every rank as large as it is (dispatch=alltoall): all draft if one does, each its own number."""
+    return Shape(drafting=min(most.drafting, 1))
+
+
 class Lockstep:
     """Engines that share experts. ``port`` is parallel/agree's, for rows of WIDTH words and the rider's; its two times
-    are summed apart."""
+    are summed apart. ``size``: what a rank pads to, given the most of all ranks."""
 
-    def __init__(self, port: Agree, tick_s: float = 0.005, rider: Rider | None = None):
-        self.port, self.tick_s, self.rider = port, tick_s, rider
+    def __init__(self, port: Agree, tick_s: float = 0.005, rider: Rider | None = None, size: Callable = bucket):
+        self.port, self.tick_s, self.rider, self.size = port, tick_s, rider, size
         self.transport_s = self.skew_s = 0.0
 
     async def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
@@ -75,7 +86,7 @@ class Lockstep:
         most = rows.max(0)
         if self.rider is not None:
             self.rider.agreed(rows[:, WIDTH:], bool(most[3]))
-        return Shape(*most[:3].tolist()), bool(most[3]), bool(rows[:, 4].all())
+        return self.size(Shape(*most[:3].tolist())), bool(most[3]), bool(rows[:, 4].all())
 
     def stats(self) -> dict[str, float]:
         more = {} if self.rider is None else self.rider.stats()

@@ -67,7 +67,7 @@ def agree(more: int = 0) -> Gloo:
     return Gloo(group, dist.distributed_c10d._get_default_store(), WIDTH + more)
 
 
-def share(cfg: ModelConfig, ep: Axis, *how: Any, redundant: int = 0, **more: Any) -> Model:
+def share(cfg: ModelConfig, ep: Axis, *how: Any, redundant: int = 0, dispatch: str = "allgather", **more: Any) -> Model:
     """The small model (tests/small.py) with this rank's share of experts and Engram rows, as conf/parallel/dep.yaml."""
     whole = small.model(cfg, *how, **more)
 
@@ -83,4 +83,4 @@ def share(cfg: ModelConfig, ep: Axis, *how: Any, redundant: int = 0, **more: Any
 
     params = tree.build(cut, whole.params)
     layout = replace(whole.layout, redundant=redundant)
-    return transformer.assemble(cfg, replace(whole.rt, ep=ep), layout, params, whole.consts)
+    return transformer.assemble(cfg, replace(whole.rt, ep=ep, dispatch=dispatch), layout, params, whole.consts)

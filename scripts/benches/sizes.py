@@ -23,3 +23,14 @@ class HostTable:
     def __post_init__(self):
         if not 0 < self.gb <= 1024:
             raise ValueError(f"hosttable.gb must be above 0 and at most 1024, got {self.gb}")
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    ranks: tuple[int, ...]
+    rows: int  # of a step, a rank on average
+
+    def __post_init__(self):
+        if not self.ranks or not all(2 <= n <= 64 for n in self.ranks):
+            raise ValueError(f"dispatch.ranks must each be 2 to 64, got {list(self.ranks)}")
+        at_least(1, self, ("rows",), "dispatch.")

@@ -19,7 +19,7 @@ from scripts.bytetext import ByteText
 from scripts.rebalancing import build_rider
 from serve.engine import Engine, Mail
 from serve.launch import StepRunner
-from serve.lockstep import WIDTH, Lockstep, Unpaced
+from serve.lockstep import WIDTH, Lockstep, Unpaced, bucket, ragged
 from serve.runner import Runner
 from serve.schedule.scheduler import Scheduler
 from serve.schedule.settings import Limits, Policy, Serve
@@ -100,5 +100,7 @@ def build_engine(
     if ep.size > 1:
         eplb = s.parallel.eplb
         rider = build_rider(model, runner.cache, eplb, seat, planner) if eplb.enabled else None
-        lockstep = Lockstep(mesh.agreement(s.parallel.agree, seat, ep, row_width(s.parallel)), rider=rider)
+        port = mesh.agreement(s.parallel.agree, seat, ep, row_width(s.parallel))
+        size = ragged if s.parallel.dispatch == "alltoall" else bucket
+        lockstep = Lockstep(port, rider=rider, size=size)
     return engine_on(runner, s.serve, s.speculate, mail, lockstep), text

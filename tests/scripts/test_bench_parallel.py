@@ -1,12 +1,12 @@
-"""bench=agree and bench=hosttable in small."""
+"""bench=agree, bench=dispatch and bench=hosttable in small."""
 
 from dataclasses import replace
 
 import pytest
 
 from scripts import report
-from scripts.benches import agree, hosttable
-from scripts.benches.sizes import Agree, HostTable
+from scripts.benches import agree, dispatch, hosttable
+from scripts.benches.sizes import Agree, Dispatch, HostTable
 from tests.test_layout import CONF, build
 
 
@@ -30,6 +30,14 @@ def test_agree(tables):
     ]
 
 
+@pytest.mark.medium
+def test_dispatch(tables):
+    got = dispatch.run(replace(build(CONF), dispatch=Dispatch((2,), 4)))
+    assert got["bytes_ratio_n2_even"] > 1 and got["bytes_ratio_n2_one_busy"] > got["bytes_ratio_n2_even"]
+    columns, rows = tables["dispatch"]
+    assert [row[:2] for row in rows] == [[2, "even"], [2, "one_busy"]] and len(columns) == len(rows[0])
+
+
 def test_hosttable(tables, monkeypatch):
     monkeypatch.setattr(hosttable, "TURNS", 3)
     got = hosttable.run(replace(build(CONF), hosttable=HostTable(1 / 64)))
@@ -44,5 +52,7 @@ def test_sizes_are_checked():
         Agree((1,), 1.0)
     with pytest.raises(ValueError, match=r"agree\.seconds must be"):
         Agree((2,), -1.0)
+    with pytest.raises(ValueError, match=r"dispatch\.rows must be >= 1"):
+        Dispatch((2,), 0)
     with pytest.raises(ValueError, match=r"hosttable\.gb must be above 0"):
         HostTable(0.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve.lockstep import Lockstep
+from serve.lockstep import Lockstep, bucket, ragged
 from serve.request import Sampling
 from tests import ranks, small
 from tests.serve.harness import Bench
@@ -17,9 +17,10 @@ ASKS = [(small.tokens(n, seed=n), Sampling(14, (i % 2) * 0.9, seed=i)) for i, n 
 
 def serve(ep: Any, kernels: str, how: dict) -> tuple[list[list[int]], dict]:
     """This rank's share of ASKS, an uneven one: with 4 ranks the last has none."""
-    bench = Bench(ranks.share(CFG, ep, kernels=kernels), **how)
+    dispatch = how.pop("dispatch", "allgather")
+    bench = Bench(ranks.share(CFG, ep, kernels=kernels, dispatch=dispatch), **how)
     engine = bench.engine
-    engine.lockstep = Lockstep(ranks.agree(), tick_s=0.001)
+    engine.lockstep = Lockstep(ranks.agree(), tick_s=0.001, size=ragged if dispatch == "alltoall" else bucket)
     mine = [a for i, a in enumerate(ASKS) if (i * i) % ep.size == ep.rank]
     handles = [bench.ask(*a) for a in mine]
     if how.get("abort") and handles:
@@ -43,8 +44,10 @@ def serve(ep: Any, kernels: str, how: dict) -> tuple[list[list[int]], dict]:
     ("size", "how"),
     [
         (2, {"speculate": True, "long_prefill_tokens": 20, "overlap": 1}),
+        (2, {"speculate": True, "long_prefill_tokens": 20, "overlap": 1, "dispatch": "alltoall"}),
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(4, {"speculate": True, "window": "halo"}, marks=pytest.mark.slow),
+        pytest.param(4, {"speculate": True, "dispatch": "alltoall"}, marks=pytest.mark.medium),
         pytest.param(8, {"speculate": True}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -57,8 +60,9 @@ def test_ranks_give_the_tokens_of_one(size, how):
         assert tokens == [w for i, w in enumerate(want) if (i * i) % size == rank]
 
 
-def test_trimmed_prefill_in_lockstep():
+@pytest.mark.parametrize("dispatch", ["allgather", pytest.param("alltoall", marks=pytest.mark.medium)])
+def test_trimmed_prefill_in_lockstep(dispatch):
     how = {"speculate": True, "prefill": "layer20_replay", "long_prefill_tokens": 40}
     want = [Bench(small.model(CFG), prefill="layer20_replay").run(ask)[0] for ask in ASKS]
-    for rank, (tokens, _) in enumerate(ranks.run(2, serve, "reference", how)):
+    for rank, (tokens, _) in enumerate(ranks.run(2, serve, "reference", {**how, "dispatch": dispatch})):
         assert tokens == [w for i, w in enumerate(want) if (i * i) % 2 == rank]
