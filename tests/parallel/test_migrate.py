@@ -23,7 +23,7 @@ from parallel.plan import parse
 from parallel.port import LinkError
 from scripts.rebalancing import build_rider
 from scripts.serving.engine import row_width
-from serve.lockstep import WIDTH, Lockstep
+from serve.lockstep import WIDTH, Lockstep, bucket, ragged
 from serve.request import Sampling
 from tests import ranks, small
 from tests.serve.harness import Bench
@@ -41,10 +41,12 @@ def shuffled(slots: Slots) -> Any:
 
 def serve(ep: Any, how: Eplb, more: dict) -> dict:
     """This rank's share of ASKS, with rounds as often as they fit."""
-    bench = Bench(ranks.share(CFG, ep, redundant=how.spare), **more)
+    dispatch = more.pop("dispatch", "allgather")
+    bench = Bench(ranks.share(CFG, ep, redundant=how.spare, dispatch=dispatch), **more)
     engine, runner = bench.engine, bench.engine.device.runner
     rider = build_rider(runner.model, runner.cache, how, Seat(ep.rank, ep.size), shuffled)
-    engine.lockstep = Lockstep(ranks.agree(rider.width), tick_s=0.001, rider=rider)
+    size = ragged if dispatch == "alltoall" else bucket
+    engine.lockstep = Lockstep(ranks.agree(rider.width), tick_s=0.001, rider=rider, size=size)
     mine = [a for i, a in enumerate(ASKS) if i % ep.size == ep.rank]
     handles = [bench.ask(*a) for a in mine]
 
@@ -95,6 +97,7 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
     ("size", "transport", "more"),
     [
         pytest.param(2, "nixl", {"speculate": True, "overlap": 1}, id="2 nixl", marks=pytest.mark.medium),
+        pytest.param(2, "gloo", {"speculate": True, "dispatch": "alltoall"}, id="2 alltoall", marks=pytest.mark.medium),
         pytest.param(4, "gloo", {"speculate": True}, id="4 gloo", marks=pytest.mark.slow),
     ],
 )
