@@ -29,8 +29,8 @@ class Axis:
 @dataclass(frozen=True)
 class Seat:
     """``store``: a file that all ranks of one machine see, or tcp://HOST:PORT of rank 0. ``board``: the address of the
-    node's shared board for agree=recursive. ``name``: of this rank among the ranks of all groups, for engines that hand
-    requests over."""
+    node's shared board for agree=recursive. For engines that hand requests over: ``name`` among the ranks of all
+    groups, and ``post``, the folder of their inboxes."""
 
     rank: int = 0
     size: int = 1
@@ -38,6 +38,7 @@ class Seat:
     board: str = ""
     timeout_s: float = 120.0
     name: str = ""
+    post: str = ""
 
 
 ALONE = Seat()

@@ -17,6 +17,7 @@ from parallel.plan import Plan
 from scripts.build import Settings, build_device, build_model
 from scripts.bytetext import ByteText
 from scripts.rebalancing import build_rider
+from scripts.serving.handing import Ties, build_ties, exchange_on
 from serve.engine import Engine, Mail
 from serve.launch import StepRunner
 from serve.lockstep import WIDTH, Lockstep, Unpaced, bucket, ragged
@@ -65,12 +66,14 @@ def runner_of(model: Model, serve: Serve, device: torch.device | str = "cpu") ->
 
 def engine_on(
     runner: Runner, serve: Serve, speculate: bool, mail: Mail, lockstep: Unpaced | Lockstep | None = None,
-    now: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.monotonic, ties: Ties | None = None,
 ) -> Engine:  # fmt: skip
-    """An engine that has ``runner`` to itself, alone or in step with its peers. ``now``: seconds of its clock."""
+    """An engine that has ``runner`` to itself, alone or in step with its peers; with ``ties`` to others it hands
+    requests over by the rules of ``serve.handoff``. ``now``: seconds of its clock."""
     scheduler = Scheduler(limits(serve, runner.model, speculate), build_policy(serve.policy))
     device = StepRunner(runner, serve, now)
-    return Engine(scheduler, device, mail, now, lockstep)
+    exchange = None if ties is None else exchange_on(scheduler, runner, ties, serve.handoff, now)
+    return Engine(scheduler, device, mail, now, lockstep, exchange)
 
 
 def row_width(plan: Plan) -> int:
@@ -103,4 +106,8 @@ def build_engine(
         port = mesh.agreement(s.parallel.agree, seat, ep, row_width(s.parallel))
         size = ragged if s.parallel.dispatch == "alltoall" else bucket
         lockstep = Lockstep(port, rider=rider, size=size)
-    return engine_on(runner, s.serve, s.speculate, mail, lockstep), text
+    ties = None
+    if s.serve.handoff is not None:
+        ties = build_ties(s, seat)
+        mail.watch(ties.net.inbox)
+    return engine_on(runner, s.serve, s.speculate, mail, lockstep, ties=ties), text

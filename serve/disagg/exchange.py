@@ -32,9 +32,7 @@ class Alone:
         kept = []
         for message in messages:
             if isinstance(message, Ask) and (message.hand_over or message.handoff is not None):
-                self.scheduler.end(
-                    message.handle, "error", "this engine hands nothing over: start it with serve.handoff"
-                )
+                self.scheduler.end(message.handle, "error", "this engine hands nothing over: use serve=disagg")
             else:
                 kept.append(message)
         return kept

@@ -41,19 +41,21 @@ class Rules:
     def __post_init__(self):
         for name, known in (("mode", MODES), ("window", REBUILDS), ("fallback", FALLBACKS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"handoff.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+                raise ValueError(f"serve.handoff.{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name in ("max_kv_loads_per_step", "max_descriptors"):
             if getattr(self, name) < 1:
-                raise ValueError(f"handoff.{name} must be >= 1, got {getattr(self, name)}")
+                raise ValueError(f"serve.handoff.{name} must be >= 1, got {getattr(self, name)}")
         for name in ("lease_s", "grace_s", "beat_s", "retry_s", "timeout_s"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"handoff.{name} must be > 0, got {getattr(self, name)}")
+                raise ValueError(f"serve.handoff.{name} must be > 0, got {getattr(self, name)}")
         if self.beat_s * 2 > self.lease_s:
-            raise ValueError(f"handoff.lease_s {self.lease_s} must be >= 2 * beat_s {self.beat_s}: a beat may be lost")
+            raise ValueError(
+                f"serve.handoff.lease_s {self.lease_s} must be >= 2 * beat_s {self.beat_s}: a beat may be lost"
+            )
         if self.quarantine_s < 2 * (self.lease_s + self.grace_s):
             least = 2 * (self.lease_s + self.grace_s)
             raise ValueError(
-                f"handoff.quarantine_s must be >= 2 * (lease_s + grace_s) = {least}, so that a peer that is cut "
+                f"serve.handoff.quarantine_s must be >= 2 * (lease_s + grace_s) = {least}, so that a peer that is cut "
                 f"off has stopped writing; got {self.quarantine_s}"
             )
 

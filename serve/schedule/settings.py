@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve.disagg.handoff import Rules
 from serve.schedule.windows import PREFILLS, WINDOWS
 
 
@@ -56,6 +57,7 @@ class Serve:
     overlap: int = 0  # 1: plan a step while the one before runs
     policy: Policy = Policy("fcfs")
     speculation: Speculation = Speculation()
+    handoff: Rules | None = None  # how requests go to and come from other engines; None: they do not
 
     def __post_init__(self):
         for name in ("page_size", "pages", "max_batch", "long_prefill_tokens", "max_waiting", "max_wait_steps"):
