@@ -29,6 +29,7 @@ from scripts.bytetext import ByteText
 from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
 from scripts.mapping import at_least, from_mapping, known
 from scripts.serving.api import Api
+from scripts.serving.groups import Pool, build_pools
 from scripts.tracking import Track
 from scripts.workloads import Workload
 from serve.runner import Runner
@@ -50,6 +51,7 @@ class Settings:
     parallel: Plan
     kernels: Kernels
     serve: Serve
+    pools: Mapping[str, Pool]
     track: Track
     api: Api
     workload: Workload
@@ -105,13 +107,17 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
     """Everything a script may use, from a composed config. ``overrides``: what the command line said, which tells a
     chosen model from the default one. Raises ValueError naming the key, its value and what would do."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-    known(values, [f.name for f in fields(Settings) if f.name != "model_chosen"], "")
+    known(values, [f.name for f in fields(Settings) if f.name not in ("model_chosen", "pools")], "")
     model = build_model_config(take_group(values, "model"))
+    serving = dict(take_group(values, "serve"))
+    pools = serving.pop("pools", None)
+    serve = from_mapping(Serve, serving, "serve.")
     made = {
         "model": model,
         "parallel": build_plan(take_group(values, "parallel"), model),
         "kernels": build_kernels(take_group(values, "kernels")),
-        "serve": from_mapping(Serve, take_group(values, "serve"), "serve."),
+        "serve": serve,
+        "pools": build_pools(pools, serve.handoff),
         "track": from_mapping(Track, take_group(values, "track"), "track."),
         "api": from_mapping(Api, take_group(values, "api"), "api."),
         "workload": build_workload(take_group(values, "workload")),
