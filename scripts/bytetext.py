@@ -1,7 +1,8 @@
 """A token per byte: what stands in for a tokenizer where random weights have a vocabulary of their own."""
 
-import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+
+from serve.text import StreamDecoder
 
 FIRST = 8  # ids below it are left to special tokens
 
@@ -35,23 +36,5 @@ class ByteText:
         stream = self.stream()
         return stream.push(ids) + stream.flush()
 
-    def stream(self) -> "ByteStream":
-        return ByteStream(self.piece)
-
-
-class ByteStream:
-    """Text as its ids arrive; bytes of an unfinished character wait."""
-
-    def __init__(self, piece: Callable[[int], bytes]):
-        self._piece = piece
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, ids: Iterable[int]) -> str:
-        return self._decoder.decode(b"".join(self._piece(i) for i in ids))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-    @property
-    def waits(self) -> bool:
-        return bool(self._decoder.getstate()[0])
+    def stream(self) -> StreamDecoder:
+        return StreamDecoder(self.piece)

@@ -11,7 +11,7 @@ from itertools import count
 
 import numpy as np
 
-from serve.request import Abort, Ask, Finish, Logprobs, Outputs, Sampling
+from serve.request import Abort, Ask, Finish, Logprobs, Outputs, Sampling, prompt_fault
 from serve.schedule.pages import chain
 from serve.writer import Decoder, NoText, Piece, Stops, Writer, join
 
@@ -198,19 +198,12 @@ class Front:
 
     def check(self, prompt: np.ndarray, sampling: Sampling) -> None:
         """Raise BadField for a prompt that the engine cannot take."""
-        if prompt.ndim != 1 or len(prompt) == 0:
-            raise BadField("prompt", "is empty: give at least one token")
-        if not np.issubdtype(prompt.dtype, np.integer):
-            raise BadField("prompt", f"must be integer token ids, got {prompt.dtype}")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self.bounds.vocab_size:
-            bad = low if low < 0 else high
-            raise BadField("prompt", f"holds token id {bad}; ids are 0 to {self.bounds.vocab_size - 1}")
+        if len(prompt) and (prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer)):
+            raise BadField("prompt", f"must be a list of integer token ids, got {prompt.dtype} of {prompt.ndim} axes")
+        fault = prompt_fault(prompt, self.bounds.context, self.bounds.vocab_size)
+        if fault:
+            raise BadField("prompt", fault)
         room = self.bounds.context - len(prompt)
-        if room < 1:
-            raise BadField(
-                "prompt", f"has {len(prompt)} tokens; the context is {self.bounds.context}, completion included"
-            )
         if sampling.max_tokens > room:
             raise BadField(
                 "max_tokens",

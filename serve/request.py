@@ -72,6 +72,18 @@ class Ask:
     handoff: Handoff | None = None
 
 
+def prompt_fault(tokens: np.ndarray, context: int, vocab_size: int | None = None) -> str:
+    """What is wrong with a prompt, to be read after "the prompt"; empty: nothing. It must leave room for a token."""
+    if not len(tokens):
+        return "is empty: give at least one token"
+    if len(tokens) >= context:
+        return f"has {len(tokens)} tokens; the context is {context}, completion included: shorten it"
+    low, high = (int(tokens.min()), int(tokens.max())) if vocab_size else (0, 0)
+    if low < 0 or high >= (vocab_size or 1):
+        return f"holds token id {low if low < 0 else high}; ids are 0 to {vocab_size - 1}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Abort:
     """Forget a request; unknown and finished handles are no error."""

@@ -23,6 +23,7 @@ from model.batch import Batch
 from model.dspark import Draft, DraftBatch
 from model.pack import ROW_MULTIPLE, Rows, Span, pack, pack_rows
 from model.transformer import Model, Trim
+from serve.request import prompt_fault
 
 
 def passed(guards: Sequence[Any]) -> list[bool]:
@@ -98,15 +99,9 @@ class Runner:
 
     def check(self, tokens: np.ndarray) -> None:
         """Raise ValueError for an empty prompt, one that leaves no room for an answer, or an id out of range."""
-        vocab = self.model.cfg.vocab_size
-        if len(tokens) == 0:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(tokens) >= self.context:
-            raise ValueError(f"the prompt has {len(tokens)} tokens, the context is {self.context}: shorten it")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= vocab:
-            bad = low if low < 0 else high
-            raise ValueError(f"token id {bad} is out of range: the vocabulary has {vocab} ids")
+        fault = prompt_fault(tokens, self.context, self.model.cfg.vocab_size)
+        if fault:
+            raise ValueError(f"the prompt {fault}")
 
     def pack(self, spans: Sequence[Span]) -> Batch:
         """The batch of a step's spans, with as many rows as the numerics need."""

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
@@ -116,7 +116,7 @@ class Text:
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", "replace")
 
     def stream(self) -> "StreamDecoder":
-        return StreamDecoder(self._bytes)
+        return StreamDecoder(self._bytes.__getitem__)
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token, which need not be whole characters."""
@@ -165,12 +165,12 @@ class Text:
 class StreamDecoder:
     """Text as its ids arrive. Bytes of an unfinished character wait; ``flush`` gives what is left as U+FFFD."""
 
-    def __init__(self, table: list[bytes]):
-        self._table = table
+    def __init__(self, piece: Callable[[int], bytes]):
+        self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        return self._decoder.decode(b"".join(self._table[i] for i in ids))
+        return self._decoder.decode(b"".join(self._piece(i) for i in ids))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

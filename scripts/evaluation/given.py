@@ -74,12 +74,18 @@ def check_room(runner: Runner, tokens: int, sequences: int, what: str) -> None:
     """Raise ValueError, naming ``what`` asks for it, where the cache cannot hold ``sequences`` of ``tokens``."""
     most = runner.model.cfg.max_position_embeddings
     if tokens > most:
-        raise ValueError(f"{what} needs {tokens} tokens, max_position_embeddings is {most}")
+        raise ValueError(f"{what} needs {tokens} tokens, max_position_embeddings is {most}: make it smaller")
     if sequences > runner.slots - 1:
-        raise ValueError(f"{what} needs {sequences} sequences at a time, serve.max_batch is {runner.slots - 1}")
+        raise ValueError(
+            f"{what} needs {sequences} sequences at a time, serve.max_batch is {runner.slots - 1}: raise it, or lower "
+            "evaluate.batch"
+        )
     need, have = sequences * pages_of(runner, tokens), runner.pages - 1
     if need > have:
-        raise ValueError(f"{what} needs {need} pages of {runner.model.layout.page_size}, serve.pages is {have}")
+        size = runner.model.layout.page_size
+        raise ValueError(
+            f"{what} needs {need} pages of {size}, serve.pages is {have}: raise it, or make {what} smaller"
+        )
 
 
 def forced(runner: Runner, sequences: Sequence[np.ndarray], last: int) -> list[Tensor]:

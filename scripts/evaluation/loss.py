@@ -13,7 +13,7 @@ import torch
 
 from model.pack import Span
 from scripts import report
-from scripts.evaluation.given import Given
+from scripts.evaluation.given import Given, check_room
 from scripts.progress import progress
 from serve.runner import Runner
 
@@ -58,22 +58,6 @@ def sequence(text, piece: bytes) -> np.ndarray:
     return np.array([text.bos_id, *ids], np.int64)
 
 
-def check(runner: Runner, context: int, batch: int) -> None:
-    """Raise ValueError where the cache cannot hold ``batch`` windows."""
-    size = runner.model.layout.page_size
-    pages = -(-context // size)
-    if context > runner.model.cfg.max_position_embeddings:
-        most = runner.model.cfg.max_position_embeddings
-        raise ValueError(f"evaluate.context must be <= max_position_embeddings {most}, got {context}")
-    if batch > runner.slots - 1:
-        raise ValueError(f"evaluate.batch must be <= serve.max_batch {runner.slots - 1}, got {batch}")
-    if batch * pages > runner.pages - 1:
-        raise ValueError(
-            f"evaluate.batch={batch} windows of {context} tokens need {batch * pages} pages of {size}, "
-            f"serve.pages is {runner.pages - 1}"
-        )
-
-
 def _nats(runner: Runner, ids: np.ndarray, group: Sequence[Window], advance: Callable[[int], None]) -> float:
     """Negative log likelihood of the scored predictions of a few windows, prefilled side by side in chunks."""
     size = runner.model.layout.page_size
@@ -112,7 +96,7 @@ def xz_bits_per_byte(piece: bytes) -> float:
 def run(g: Given) -> dict:
     """Bits per byte of model and xz on each piece, and their means."""
     e, runner, text = g.settings.evaluate, g.runner, g.text
-    check(runner, e.context, e.batch)
+    check_room(runner, e.context, e.batch, f"evaluate.context={e.context}")
     rows = sum(w.end - w.begin for p in g.held for w in windows(len(sequence(text, p)) - 1, e.context, e.stride))
     with progress("bits per byte", rows, "tokens") as advance:
         model = [bits_per_byte(runner, text, p, e.context, e.stride, e.batch, advance) for p in g.held]

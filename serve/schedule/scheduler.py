@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from serve.request import Abort, Ask, Finish, Logprobs, Outputs
+from serve.request import Abort, Ask, Finish, Logprobs, Outputs, prompt_fault
 from serve.schedule.plan import Drawn, Parted, Plan, Prefill
 from serve.schedule.queue import Queue
 from serve.schedule.residents import Residents
@@ -66,12 +66,11 @@ class Scheduler:
 
     def _refusal(self, ask: Ask) -> str:
         n, most = len(ask.tokens) + len(ask.generated), self.serve.pages * self.serve.page_size
-        if not len(ask.tokens):
-            return "the prompt is empty: give at least one token"
-        if len(ask.generated) >= ask.sampling.max_tokens:
-            return f"{len(ask.generated)} tokens are generated already, max_tokens is {ask.sampling.max_tokens}"
-        if n >= self.limits.context:
-            return f"the prompt has {n} tokens, the context is {self.limits.context}: shorten it"
+        fault = prompt_fault(ask.tokens, self.limits.context)
+        if fault:
+            return f"the prompt {fault}"
+        if len(ask.generated) >= ask.sampling.max_tokens or n >= self.limits.context:
+            return f"{len(ask.generated)} tokens are generated already, of {ask.sampling.max_tokens}: it is complete"
         if n + 1 > most:
             return f"the prompt has {n} tokens, serve.pages hold {most}: it can never fit"
         if len(self.waiting) >= self.serve.max_waiting:

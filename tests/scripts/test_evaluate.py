@@ -14,7 +14,7 @@ from model.pack import Span
 from scripts import build, evaluate, report
 from scripts.bytetext import ByteText
 from scripts.evaluation import acceptance, loss
-from scripts.evaluation.given import pieces
+from scripts.evaluation.given import check_room, pieces
 from serve.request import Sampling
 from tests.scripts.test_generate import settings as configure
 
@@ -57,11 +57,11 @@ def test_chunks_and_batches_change_nothing(runner, monkeypatch):
 
 @pytest.mark.parametrize(
     ("context", "batch", "message"),
-    [(256, 5, "evaluate.batch must be <= serve.max_batch 4"), (512, 4, "need 32 pages"), (10**6, 1, "max_position")],
+    [(256, 5, "5 sequences at a time, serve.max_batch is 4"), (512, 4, "needs 32 pages"), (10**6, 1, "max_position")],
 )
 def test_windows_that_do_not_fit(runner, context, batch, message):
     with pytest.raises(ValueError, match=message):
-        loss.check(runner, context, batch)
+        check_room(runner, context, batch, "evaluate.context")
 
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="no xz")

@@ -17,6 +17,7 @@ from scripts.serving import engine as serving
 from serve.load import synthetic
 from serve.text import Text
 from tests.serve.fake import FakeEngine, babble
+from tests.serve.load.writers import write_azure
 
 QUICK = ("workload.duration_s=0.3", "workload.drain_s=5", "workload.limit=6")
 
@@ -108,7 +109,7 @@ def test_the_plan_is_the_same_in_every_run():
 
 def test_a_trace_of_ones_own(tmp_path):
     rng = np.random.default_rng(0)
-    synthetic.write_azure(tmp_path / "a.csv", synthetic.flat(rng, 30, 3.0, 1.0, (900, 1.0, 9000), (90, 1.0, 900)))
+    write_azure(tmp_path / "a.csv", synthetic.flat(rng, 30, 3.0, 1.0, (900, 1.0, 9000), (90, 1.0, 900)))
     w = settings(
         "workload=azure", f"workload.path={tmp_path / 'a.csv'}", "workload.max_request_tokens=60", "workload.limit=30"
     ).workload

@@ -141,9 +141,9 @@ def test_completions_end_at_max_tokens_or_the_end_of_the_context(r, speculate):
 
 REFUSED = [
     ([], "the prompt is empty"),
-    ([3, -1], "token id -1 is out of range: the vocabulary has 96 ids"),
-    ([3, VOCAB], "token id 96 is out of range"),
-    ([1] * 960, "the prompt has 960 tokens, the context is 960: shorten it"),
+    ([3, -1], "token id -1; ids are 0 to 95"),
+    ([3, VOCAB], "token id 96; ids are 0 to 95"),
+    ([1] * 960, "the prompt has 960 tokens; the context is 960"),
 ]
 
 

@@ -14,11 +14,9 @@ from serve.load.synthetic import (
     lengths,
     sessions,
     sharing,
-    write_azure,
-    write_mooncake,
-    write_weka,
 )
 from serve.load.traces import read_azure, read_mooncake, read_weka
+from tests.serve.load.writers import write_azure, write_mooncake, write_weka
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"  # beside the repository, not in it
 SMALL = SessionShape(turns=(8, 0.5), subagents=0.7)
