@@ -59,7 +59,8 @@ class Ask:
 
     ``generated``: tokens that another engine generated before; they count as output and are not told again. With
     ``hand_over`` the engine draws one token and lends what is in its cache (`Handed`); with ``handoff`` it fetches what
-    another lent. Tokens are a function of request and position, so who computes them makes no difference.
+    another lent. Tokens are a function of request and position, so who computes them makes no difference. Requests of
+    one ``session`` are likely to share a prompt: the router keeps them together, engines do not look at it.
     """
 
     handle: int
@@ -70,6 +71,7 @@ class Ask:
     generated: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [g] int32
     hand_over: bool = False
     handoff: Handoff | None = None
+    session: str = ""
 
 
 def prompt_fault(tokens: np.ndarray, context: int, vocab_size: int | None = None) -> str:
@@ -111,13 +113,15 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Finish:
-    """Why a request ended, and what its prompt cost. Sent once for every Ask; ``message`` explains an error."""
+    """Why a request ended, and what its prompt cost. Sent once for every Ask; ``message`` explains an error, which is
+    the request's own fault unless ``unavailable``."""
 
     handle: int
     reason: str  # one of FINISHES
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     replayed_tokens: int = 0  # of those, recomputed to rebuild windows
     message: str = ""
+    unavailable: bool = False  # engines failed: the same request may do well later
 
 
 @dataclass(frozen=True, eq=False)

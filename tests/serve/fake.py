@@ -3,10 +3,12 @@
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from serve.request import Abort, Ask, Bye, Finish, Logprobs, Outputs, Sampling
+from serve.disagg.handoff import Handoff
+from serve.request import Abort, Ask, Bye, Finish, Handed, Logprobs, Outputs
 
 VOCAB_ROOM = 1 << 20
 
@@ -44,66 +46,105 @@ def rows(tokens: list[int], first: int, k: int) -> Logprobs:
 KEPT = 500  # requests
 
 
-class FakeEngine:
-    """Steps of random size: every running request gets 1 to ``most`` tokens a step, as with drafts."""
+@dataclass(eq=False)
+class Running:
+    ask: Ask
+    to_come: list[int]
+    given: int  # tokens, those of earlier tries included
+    rows: int  # of the prompt's log-probabilities, how many were told
 
-    def __init__(self, mailbox, answer: Callable[[Ask], list[int]], seed: int = 0, most: int = 4, pause_s: float = 0.0):
+
+class FakeEngine:
+    """Steps of random size: every running request gets 1 to ``most`` tokens a step, as with drafts. Log-probabilities
+    of prompts come ``chunk`` rows a step, before the first token. Who is lent what an Ask left (``lent``) goes on with
+    it, and says nothing to the lender: `returned` is for a test to call."""
+
+    def __init__(
+        self, mailbox, answer: Callable[[Ask], list[int]], seed: int = 0, most: int = 4, pause_s: float = 0.0,
+        chunk: int = 1 << 20, name: str = "engine",
+    ):  # fmt: skip
         self.mailbox, self.answer, self.most, self.pause_s = mailbox, answer, most, pause_s
+        self.chunk, self.name = chunk, name
         self.random = random.Random(seed)
-        self.running: dict[int, list] = {}  # handle -> [ask, tokens to come, tokens given]
+        self.running: dict[int, Running] = {}  # by handle
+        self.lent: dict[int, Handoff] = {}
         self.asks: list[Ask] = []  # the last KEPT there were
         self.steps = 0
         self.leaving = False
 
     async def run(self, pause=None) -> None:
         while not self.leaving:
-            await self.step()
+            if not self.running:
+                await self.mailbox.wait()
+            self.step()
             await asyncio.sleep(self.pause_s)
 
-    async def step(self) -> None:
-        if not self.running:
-            await self.mailbox.wait()
+    def step(self) -> None:
         finished: list[Finish] = []
-        prompts: dict[int, Logprobs] = {}
         for message in self.mailbox.take():
             if isinstance(message, Bye):
                 self.leaving = True
             elif isinstance(message, Abort):
+                self.lent.pop(message.handle, None)
                 if self.running.pop(message.handle, None):
                     finished.append(Finish(message.handle, "abort", cached_tokens=1))
             else:
                 self.asks = [*self.asks[1 - KEPT :], message]
-                self.running[message.handle] = [message, self.answer(message), 0]
-                k = message.sampling.prompt_logprobs
-                if k is not None:
-                    prompts[message.handle] = rows(message.tokens[1:].tolist(), 1, k)
-        self.mailbox.put(self.outputs(finished, prompts))
+                given = len(message.generated)
+                rows = 0 if message.sampling.prompt_logprobs is not None and not given else len(message.tokens)
+                self.running[message.handle] = Running(message, self.answer(message), given, rows)
+        self.mailbox.put(self.outputs(finished))
         self.steps += 1
 
-    def outputs(self, finished: list[Finish], prompts: dict[int, Logprobs]) -> Outputs:
-        handles, counts, tokens, logprobs = [], [], [], {}
-        for handle, (ask, to_come, given) in list(self.running.items()):
-            new, ended = self.draw(ask.sampling, to_come, given)
+    def outputs(self, finished: list[Finish]) -> Outputs:
+        handles, counts, tokens, logprobs, prompts, handed = [], [], [], {}, {}, []
+        for handle, one in list(self.running.items()):
+            self.prompt(handle, one, prompts)
+            if one.rows < len(one.ask.tokens) - 1:
+                continue
+            new, ended = self.draw(one)
             if new:
                 handles.append(handle)
                 counts.append(len(new))
                 tokens += new
-                if ask.sampling.logprobs is not None:
-                    logprobs[handle] = rows(new, len(ask.tokens) + given, ask.sampling.logprobs)
-            self.running[handle][2] = given + len(new)
+                if one.ask.sampling.logprobs is not None:
+                    logprobs[handle] = rows(new, len(one.ask.tokens) + one.given, one.ask.sampling.logprobs)
+            one.given += len(new)
+            cached = len(one.ask.tokens) // 2
             if ended:
+                finished.append(Finish(handle, ended, cached_tokens=cached))
+            elif one.ask.hand_over:
+                self.lent[handle] = self.lend(handle, one)
+                handed.append(Handed(handle, self.lent[handle], cached, 1))
+            if ended or one.ask.hand_over:
                 del self.running[handle]
-                finished.append(Finish(handle, ended, cached_tokens=len(ask.tokens) // 2))
         arrays = np.array(handles, np.int64), np.array(counts, np.int32), np.array(tokens, np.int32)
-        return Outputs(*arrays, logprobs, prompts, finished, {"running": len(self.running), "steps_total": self.steps})
+        stats = {"running": len(self.running), "pages_used": len(self.running) + len(self.lent)}
+        return Outputs(*arrays, logprobs, prompts, finished, {**stats, "steps_total": self.steps}, handed)
 
-    def draw(self, s: Sampling, to_come: list[int], given: int) -> tuple[list[int], str | None]:
+    def prompt(self, handle: int, one: Running, prompts: dict[int, Logprobs]) -> None:
+        """The next stretch of its prompt's rows, if they are wanted."""
+        wanted = one.ask.tokens[1 + one.rows : 1 + one.rows + self.chunk].tolist()
+        if wanted:
+            prompts[handle] = rows(wanted, 1 + one.rows, one.ask.sampling.prompt_logprobs)
+            one.rows += len(wanted)
+
+    def draw(self, one: Running) -> tuple[list[int], str | None]:
         """The next tokens, and why it ends, if it does."""
-        new = []
-        for token in to_come[given : given + self.random.randint(1, self.most)]:
-            if token in s.stop_ids and given + len(new) >= s.min_tokens:
+        s, new = one.ask.sampling, []
+        most = 1 if one.ask.hand_over else self.random.randint(1, self.most)
+        for token in one.to_come[one.given : one.given + most]:
+            if token in s.stop_ids and one.given + len(new) >= s.min_tokens:
                 return new, "stop"
             new.append(token)
-            if given + len(new) == s.max_tokens:
+            if one.given + len(new) == s.max_tokens:
                 return new, "length"
         return new, None
+
+    def lend(self, handle: int, one: Running) -> Handoff:
+        tokens = len(one.ask.tokens) + one.given - 1
+        pages = np.arange(1, 2 + (tokens - 1) // 64, dtype=np.int32)
+        return Handoff(self.name, 1, handle, tokens, 64, pages, 1)
+
+    def returned(self, handoff: Handoff) -> None:
+        self.lent.pop(handoff.lease, None)

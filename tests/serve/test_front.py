@@ -13,7 +13,7 @@ from serve.mailbox import Mailbox
 from serve.request import Sampling
 from serve.schedule.pages import chain
 from serve.writer import Stops
-from tests.serve.fake import FakeEngine, babble, logprob, script
+from tests.serve.fake import FakeEngine, Running, babble, logprob, script
 
 TEXT = ByteText(512, 0, 1)
 BOUNDS = Bounds(vocab_size=512, context=256, page_size=4, max_waiting=8, max_prompt_tokens=400)
@@ -231,11 +231,11 @@ def test_failure_34_outputs_of_unknown_handles_are_dropped():
             stream = front.submit(prompt(), Sampling(30))
             handle = stream.parts[0].handle
             await anext(stream)
-            front.deliver(fake.outputs([], {}))  # as if late
+            front.deliver(fake.outputs([]))  # as if late
             stream.close()
             await front.idle()
-            fake.running[handle] = [fake.asks[0], fake.answer(fake.asks[0]), 0]
-            front.deliver(fake.outputs([], {}))
+            fake.running[handle] = Running(fake.asks[0], fake.answer(fake.asks[0]), 0, 1 << 20)
+            front.deliver(fake.outputs([]))
             fake.running.clear()
 
     asyncio.run(go())
