@@ -30,7 +30,7 @@ class Places:
     def prompt(self, ask: Ask, tokens: int) -> Place | None:
         """Where its ``tokens`` (prompt, and what was generated before) are computed; None if no engine is up."""
         engines = self.fleet.up("prefill", "both")
-        parts = bool(engines) and bool(self.fleet.up("decode"))
+        parts = bool(self.fleet.up("decode", "both"))
         engines = engines or self.fleet.up("decode")
         if not engines:
             return None
@@ -43,8 +43,8 @@ class Places:
         return Place(engine, missed(engine), parts and engine.post.role == "prefill")
 
     def decode(self, ask: Ask) -> Place | None:
-        """Where it goes on when its prompt is computed; None if no decode engine is up."""
-        engines = self.fleet.up("decode")
+        """Where it goes on when its prompt is computed; None if no engine is up that may decode."""
+        engines = self.fleet.up("decode", "both")
         if not engines:
             return None
         key = partial(self._decode_key, missed=0, rules=self.rules)
