@@ -25,6 +25,7 @@ from parallel.mesh import Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
 from scripts.benches.sizes import Agree, Dispatch, HostTable
+from scripts.benches.sizes import Eplb as EplbSizes
 from scripts.bytetext import ByteText
 from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
 from scripts.mapping import at_least, from_mapping, known
@@ -78,6 +79,7 @@ class Settings:
     bench: str
     agree: Agree
     hosttable: HostTable
+    eplb: EplbSizes
     dispatch: Dispatch
     target: str
     model_chosen: bool = False

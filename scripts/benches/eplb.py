@@ -17,6 +17,7 @@ from parallel.eplb.policy import Slots
 from parallel.eplb.window import ROWS, recent
 from scripts import report
 from scripts.benches import streams
+from scripts.benches.sizes import Eplb
 from scripts.benches.streams import Size
 from scripts.build import Settings
 from scripts.evaluation import trace
@@ -25,7 +26,6 @@ from scripts.progress import progress
 RANKS, INTERVALS = 32, 16  # half of them to fit on
 CHOICES = 400_000  # a layer and interval: 100 steps of 21 rows a rank, 6 choices each
 PARTS = {"target": (Size(40, 384, RANKS, CHOICES), 0.35, 32), "drafter": (Size(3, 128, RANKS, CHOICES), 0.21, 32)}
-TRACE_RANKS = 4  # of a trace of a small model, with as many redundant slots
 TRACE_TOKENS = 500
 PLANS = 20
 COLUMNS = ("part", "stream", "redundant", "before", "after", "followed")
@@ -87,7 +87,7 @@ def heatmap(name: str, judged: Judged) -> None:
                 ax.set(title=f"{when}: load / mean", xlabel="rank", ylabel=what)
 
 
-def traced(path: Path, advance) -> dict:
+def traced(path: Path, sizes: Eplb, advance) -> dict:
     """The parts of a trace, cut into 2 to INTERVALS intervals of about as many tokens, TRACE_TOKENS at least."""
     routing, out = trace.load(path), {}
     for name, part in (("target", routing.target), ("drafter", routing.drafter)):
@@ -97,7 +97,10 @@ def traced(path: Path, advance) -> dict:
         count = min(max(tokens // TRACE_TOKENS, 2), INTERVALS)
         cuts = np.unique(np.searchsorted(part.offsets[:-1], np.arange(count) * tokens // count))
         choices = np.add.reduceat(part.step_counts(), cuts, 0)
-        out[name] = {"trace": (judge(choices, Slots(part.experts, TRACE_RANKS, TRACE_RANKS)), TRACE_RANKS)}
+        most = part.experts * (sizes.ranks - 1)  # a replica on every rank
+        for redundant in dict.fromkeys(min(n, most) for n in sizes.redundant):
+            judged = judge(choices, Slots(part.experts, sizes.ranks, redundant)), redundant
+            out.setdefault(name, {})[f"trace, {redundant}"] = judged
         advance(1)
     return out
 
@@ -117,7 +120,7 @@ def run(s: Settings) -> dict:
     """Keys ``{part}_before``, ``_after``, ``_gap_{form}`` of the first stream, ``plan_ms``; all streams in a table."""
     given = s.routing.trace
     with progress("bench=eplb", 2 if given else 2 * len(streams.STREAMS), "streams") as advance:
-        parts = traced(Path(given), advance) if given else synthetic(advance)
+        parts = traced(Path(given), s.eplb, advance) if given else synthetic(advance)
     rows, out = [], {}
     for part, judged in parts.items():
         for stream, (j, redundant) in judged.items():

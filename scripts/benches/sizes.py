@@ -34,3 +34,18 @@ class Dispatch:
         if not self.ranks or not all(2 <= n <= 64 for n in self.ranks):
             raise ValueError(f"dispatch.ranks must each be 2 to 64, got {list(self.ranks)}")
         at_least(1, self, ("rows",), "dispatch.")
+
+
+@dataclass(frozen=True)
+class Eplb:
+    """Of a trace: over how many ranks, and with which numbers of redundant slots; the first gives the figures."""
+
+    ranks: int
+    redundant: tuple[int, ...]
+
+    def __post_init__(self):
+        at_least(1, self, ("ranks",), "eplb.")
+        if not self.redundant or any(n < 0 or n % self.ranks for n in self.redundant):
+            raise ValueError(
+                f"eplb.redundant must each be a multiple of eplb.ranks {self.ranks}, got {list(self.redundant)}"
+            )
