@@ -22,6 +22,14 @@ class Counts:
     descriptors: int = 0  # and after
     posts: int = 0
 
+    def add(self, pair: spans.Pair, pieces: int, tokens: int) -> None:
+        """A copy of ``pair``, which was ``pieces`` spans before merging."""
+        self.copies += 1
+        self.tokens += tokens
+        self.bytes += int(pair[0][:, 2].sum())
+        self.pieces += pieces
+        self.descriptors += len(pair[0])
+
 
 @dataclass(frozen=True, eq=False)
 class Place:

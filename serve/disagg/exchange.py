@@ -68,8 +68,8 @@ class Exchange:
         limits, serve = scheduler.limits, scheduler.serve
         most = min(limits.context, serve.pages * serve.page_size)
         ahead = 1 + 2 * (1 + limits.drafts)  # the token that came with it, and a step planned while one runs
-        replayed = 0 if rules.window == "send" else WindowRule(rules.window, limits.window, limits.layers).replayed
-        self.loads = Loads(rules, transfer, scheduler.pages, scheduler.slots, ahead, most, replayed)
+        rule = None if rules.window == "send" else WindowRule(rules.window, limits.window, limits.layers)
+        self.loads = Loads(rules, transfer, scheduler.pages, scheduler.slots, ahead, most, rule)
         self.lent: dict[int, Handoff] = {}  # by handle
         self._pulse, self._owned = pulse, owned
         self._turns = 0
@@ -77,7 +77,7 @@ class Exchange:
     @property
     def tick_s(self) -> float | None:
         """Seconds after which `turn` is due though no message comes; None: there is nothing to look after."""
-        if len(self.loads) or self.transfer.sink.draining or self.transfer.source.busy:
+        if len(self.loads) or self.transfer.busy:
             return LOOK_S
         return None if self.transfer.idle else self.rules.retry_s
 
@@ -109,8 +109,7 @@ class Exchange:
         events = self.transfer.poll(now, self._turns)
         self.loads.take(events)
         if any(isinstance(event, Returned) for event in events):
-            leases = self.transfer.lender.leases
-            self.lent = {handle: lent for handle, lent in self.lent.items() if lent.lease in leases}
+            self.lent = {handle: lent for handle, lent in self.lent.items() if self.transfer.lends(lent)}
         for ready in self.loads.finished():
             self.scheduler.adopt(ready.ask, ready.pages, ready.cached, ready.slot, ready.resume)
         for ask, why in self.loads.failed():
@@ -142,7 +141,7 @@ class Exchange:
 
     def check(self) -> None:
         """Assert that no page or slot is lost or doubled, those that are lent or loading included."""
-        leases = self.transfer.lender.leases.values()
+        leases = self.transfer.leases()
         pages: list[np.ndarray] = [*(lease.pages for lease in leases), *self.loads.held()]
         self.scheduler.check(pages, [*(lease.slot for lease in leases), *self.loads.slots_held()])
 

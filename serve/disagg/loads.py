@@ -4,7 +4,7 @@ At most ``max_kv_loads_per_step`` loads begin in a step: each costs host time, a
 begins, loads that are finished are given out first, every step, and count as running from the start: they hold their
 slot, and pages for the whole prompt and one step more, so that none of them can wait for pages of another.
 
-How a scheduler uses it (it shares its `Pages` and its list of free slots):
+How serve/disagg/exchange.py uses it (`Pages` and the list of free slots are the scheduler's):
 
     refused = loads.add(ask, now)            an Ask with a handoff; text of a refusal, which has dropped the lease
     loads.abort(handle, now)                 True if it was here
@@ -24,7 +24,7 @@ from serve.disagg.handoff import Event, Handoff, Landed, Lost, Returned, Rules
 from serve.disagg.transfer import Transfer
 from serve.request import Ask
 from serve.schedule.pages import Pages
-from serve.schedule.windows import Resume
+from serve.schedule.windows import Resume, WindowRule
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Ready:
 
 class Loads:
     """``reserve`` tokens beyond the prompt are held from the start: what one step can add. ``most`` tokens fit.
-    ``replayed`` tokens are computed again where windows are not sent (`WindowRule`, of the mode `rules.window`)."""
+    ``rebuild``: the rule by which windows that are not sent are computed again; None: they are sent."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Loads:
         slots: list[int],
         reserve: int,
         most: int,
-        replayed: int = 0,
+        rebuild: WindowRule | None = None,
     ):
         self.rules, self.transfer, self.pages, self.slots = rules, transfer, pages, slots
         self.reserve, self.most = reserve, most
-        self.replayed = 0 if rules.window == "send" else replayed
+        self.rebuild = rebuild
         self.waiting: dict[int, Waiting] = {}  # by handle
         self.loading: dict[int, Waiting] = {}
         self._landed: list[Waiting] = []
@@ -164,10 +164,8 @@ class Loads:
         return True
 
     def _ready(self, w: Waiting) -> Ready:
-        n, start = w.handoff.tokens, w.handoff.tokens
-        if self.replayed:
-            start = max(0, n - n % 2 - self.replayed)  # even, so that a group of two tokens is whole
-        resume = Resume(start, n, start if self.replayed else 0)
+        n = w.handoff.tokens
+        resume = Resume(n, n) if self.rebuild is None else self.rebuild.rebuild(n)
         return Ready(w.ask, w.pages, w.skip, w.slot, resume)
 
     def _release(self, pages: np.ndarray, slot: int) -> None:
@@ -183,4 +181,4 @@ class Loads:
         return [one.slot for one in self._holders()]
 
     def _holders(self) -> list:
-        return [*self.loading.values(), *self._landed, *self.transfer.sink.draining]
+        return [*self.loading.values(), *self._landed, *self.transfer.draining()]

@@ -133,7 +133,7 @@ class Sink:
         pair, pieces = between(here, there, h.tokens, begin, self.rules.window == "send")
         load.copy = Copy(self.link, "read", peer.name, pair, self.rules.max_descriptors, self.counts)
         load.state = COPYING
-        count(self.counts, pair, pieces, h.tokens - begin)
+        self.counts.add(pair, pieces, h.tokens - begin)
         self._watch(load, peer, now)
 
     def _say_order(self, load: Load) -> None:
@@ -252,11 +252,3 @@ class Sink:
         self.borrower.close(load.engine, load.order)
         del self._orders[load.order]
         load.order = 0
-
-
-def count(counts: Counts, pair: tuple[np.ndarray, np.ndarray], pieces: int, tokens: int) -> None:
-    counts.copies += 1
-    counts.tokens += tokens
-    counts.bytes += int(pair[0][:, 2].sum())
-    counts.pieces += pieces
-    counts.descriptors += len(pair[0])

@@ -9,7 +9,6 @@ from serve.disagg.copies import Copy, Counts, Place, between
 from serve.disagg.handoff import Beat, Beaten, Handoff, Push, Pushed, Rules
 from serve.disagg.lease import Lender
 from serve.disagg.peers import Peer, Peers
-from serve.disagg.sink import count
 
 
 @dataclass(eq=False)
@@ -64,7 +63,7 @@ class Source:
             pair, pieces = between(here, there, lease.tokens, begin, self.rules.window == "send")
             lease.pins += 1
             order.copy = Copy(self.link, "write", peer.name, pair, self.rules.max_descriptors, self.counts)
-            count(self.counts, pair, pieces, lease.tokens - begin)
+            self.counts.add(pair, pieces, lease.tokens - begin)
 
     def advance(self, now: float) -> None:
         self.lender.expire(now)

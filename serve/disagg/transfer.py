@@ -4,9 +4,9 @@ One object per engine, whatever its role (prefill, decode, both). It never touch
 which are lent or taken, and says when a hold ends. What the engine does with it, in its loop:
 
     transfer.poll(now, done)     once a step, before planning: letters in and out, copies watched; returns events
-    transfer.lend(...)           prefill side, after the step that wrote the last row of a prompt (`done.prefilled`):
-                                 the sequence leaves its slot and pages without releasing them; the Handoff that comes
-                                 back goes to the router. `Returned` tells when to release those pages and that slot
+    transfer.lend(...)           prefill side, after the step that wrote the last row of a prompt: the sequence leaves
+                                 its slot and pages without releasing them; the Handoff that comes back goes to the
+                                 router. `Returned` tells when to release those pages and that slot
     transfer.expect / begin / cancel   decode side: serve/disagg/loads.py calls these
 
 ``done`` is the number of the last step that is over on the device: pages that a step in flight may still write to are
@@ -26,9 +26,9 @@ from parallel.port import Link
 from serve.disagg.card import Card
 from serve.disagg.copies import Counts
 from serve.disagg.handoff import Beat, Beaten, Event, Handoff, Letter, Push, Pushed, Rules
-from serve.disagg.lease import Borrower, Lender
-from serve.disagg.peers import OPEN, Peers
-from serve.disagg.sink import Sink
+from serve.disagg.lease import Borrower, Lease, Lender
+from serve.disagg.peers import Peers
+from serve.disagg.sink import Load, Sink
 from serve.disagg.source import Source
 
 
@@ -60,9 +60,26 @@ class Transfer:
         self.sink = Sink(self.peers, self.borrower, link, rules, self.counts)
 
     @property
+    def busy(self) -> bool:
+        """Whether bytes move, or may: `poll` should be called again soon."""
+        return bool(self.sink.loads or self.sink.draining) or self.source.busy
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is lent, loading or draining."""
         return not (self.lender.leases or self.sink.loads or self.sink.draining)
+
+    def leases(self) -> list[Lease]:
+        """What is lent and not returned."""
+        return list(self.lender.leases.values())
+
+    def lends(self, handoff: Handoff) -> bool:
+        """Whether that is still out."""
+        return handoff.lease in self.lender.leases
+
+    def draining(self) -> list[Load]:
+        """Loads that failed or were cancelled, to whose pages somebody may still write."""
+        return self.sink.draining
 
     # --- prefill side ---
 
@@ -75,15 +92,6 @@ class Transfer:
         return self.lender.revoke(handoff.lease)
 
     # --- decode side ---
-
-    def reach(self, engine: str) -> None:
-        """Greet an engine before anything is to be fetched from it."""
-        self.peers.reach(engine, 0)
-
-    def reached(self, engine: str) -> bool:
-        """Whether the handshake with it is done: the gate before requests are sent here."""
-        peer = self.peers.known.get(engine)
-        return peer is not None and peer.state == OPEN
 
     def expect(self, handle: int, handoff: Handoff, now: float) -> None:
         """A request with a handoff has arrived: its lease is kept until it lands, is lost or cancelled."""

@@ -45,6 +45,11 @@ class WindowRule:
         span = {"replay": self.window, "halo": self.layers * self.window}.get(self.mode, 0)
         return span + span % 2
 
+    def rebuild(self, cached: int) -> Resume:
+        """How windows at the end of ``cached`` tokens are computed again, whatever that costs."""
+        start = max(0, cached - cached % 2 - self.replayed)
+        return Resume(start, cached, start)
+
     def resume(self, cached: int) -> Resume:
         """What to do with a hit of ``cached`` tokens. One that saves nothing is not adopted."""
         if self.mode == "none" or cached <= self.replayed:
