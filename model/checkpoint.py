@@ -4,7 +4,8 @@ Reads only this rank's part, leaf by leaf; everything that headers can tell is c
 tensor is read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -18,10 +19,12 @@ from model.shards import Shards, Stored, is_finite, read_json, write_json, write
 from model.transformer import ModelParams
 from model.tree import Quantized, Spec
 from parallel.expert import first_plan
+from parallel.hosttable import Node
 from parallel.plan import Plan
 
 WEIGHTS = ("dense", "packed")
 SHARD_BYTES = 5 * 10**9
+HOST_ROWS = 1 << 18  # of a table that go to host memory at a time
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -44,22 +47,27 @@ def load(
     rank: int = 0,
     device: str | torch.device = "cpu",
     redundant: int = 0,
+    node: Node | None = None,
 ) -> ModelParams:
     """The parameters that ``rank`` holds under ``plan`` (all of them without one), leaf by leaf, never two copies; of
     experts sharded by number also those in its part of ``redundant`` slots (`parallel.expert.first_plan`).
 
     ``weights``: packed keeps quantised weights as stored; dense dequantises them once, exactly, to the compute type of
     ``numerics``. The Engram tables stay packed. Headers of all shards are checked first (names, types, shapes).
+    ``node``: whom tables placed on the ``host`` are shared with.
     """
     _check_choice(numerics, weights)
+    node = node or Node()
     with Shards(where) as shards:
         shards.check(release.schema(cfg))
-        return tree.build(
-            lambda path, spec: _read_leaf(
-                shards, path, spec, _part(plan, rank, path, spec, redundant), numerics, weights, device
-            ),
-            transformer.specs(cfg),
-        )
+
+        def leaf(path: str, spec: Spec) -> Tensor | Quantized:
+            if _on_host(plan, path, spec):
+                return _table(node, path, spec, lambda part: _blocks(shards, path, spec, part))
+            cut = _part(plan, rank, path, spec, redundant)
+            return _read_leaf(shards, path, spec, cut, numerics, weights, device)
+
+        return tree.build(leaf, transformer.specs(cfg))
 
 
 def random(
@@ -71,11 +79,16 @@ def random(
     rank: int = 0,
     device: str | torch.device = "cpu",
     redundant: int = 0,
+    node: Node | None = None,
 ) -> ModelParams:
     """Seeded random parameters that could have come from a file: the same values on any plan, in any order."""
     _check_choice(numerics, weights)
+    node = node or Node()
 
     def leaf(path: str, spec: Spec) -> Tensor | Quantized:
+        if _on_host(plan, path, spec):
+            made = cache(lambda: release.encode(spec, tree.draw(spec, key, path)))
+            return _table(node, path, spec, lambda part: [made()[part == "scale"]])
         weight, scale = release.encode(spec, tree.draw(spec, key, path))
         cut = _part(plan, rank, path, spec, redundant)
         if isinstance(cut, list):
@@ -93,6 +106,32 @@ def _check_choice(numerics: str, weights: str) -> None:
         raise ValueError(f"numerics must be one of {NUMERICS}, got {numerics!r}")
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
+
+
+def _on_host(plan: Plan | None, path: str, spec: Spec) -> bool:
+    """Whether a leaf is shared by the ranks of a node. Raises ValueError for one that is not kept as it is stored."""
+    if plan is None or not plan.rule(path).host:
+        return False
+    if not spec.rowwise:
+        raise ValueError(f"parallel.rules: {path!r} is no table of rows; only those can be placed on the host")
+    return True
+
+
+def _table(node: Node, path: str, spec: Spec, blocks: Callable[[str], Iterable[Tensor]]) -> Quantized:
+    """A table of rows and its scales in host memory, filled from ``blocks`` of ``weight`` and ``scale``."""
+    parts = {"weight": (spec.shape, release.STORED[spec.fmt]), "scale": (spec.scale_shape, "F8_E8M0")}
+    tables = [
+        node.table(f"{path}.{part}", *shape, release.TORCH[kind], partial(blocks, part))
+        for part, (shape, kind) in parts.items()
+    ]
+    return Quantized(*tables)
+
+
+def _blocks(shards: Shards, path: str, spec: Spec, part: str) -> Iterator[Tensor]:
+    """Consecutive rows of a table as stored, some at a time."""
+    name = next(e.name for e in release.entries(path, spec) if e.part == part)
+    for start in range(0, spec.shape[0], HOST_ROWS):
+        yield shards.read(name, (0, start, min(start + HOST_ROWS, spec.shape[0])))
 
 
 def _part(plan: Plan | None, rank: int, path: str, spec: Spec, redundant: int) -> Cut | list[int] | None:

@@ -50,10 +50,12 @@ def apply(
 
 
 def look_up(rt: Runtime, held: int, table: Quantized, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Table rows ids [N, M], joined: [N, M * W]. A sharded table is read where its rows are, for all ranks' ids."""
+    """Table rows ids [N, M], joined: [N, M * W]. A sharded table is read where its rows are, for all ranks' ids; one
+    in host memory by the host."""
     gather = rt.kernels.engram_gather
     if not held:
-        return engram_gather(table.weight, table.scale, ids, dtype, backend=gather)
+        there = ids.to(table.weight.device)
+        return engram_gather(table.weight, table.scale, there, dtype, backend=gather).to(ids.device)
     if rt.dispatch == "alltoall":
         where = rt.ep.size, rt.ep.rank, rt.ep.group
         return fetched_rows(table.weight, table.scale, ids, dtype, held, gather, *where)

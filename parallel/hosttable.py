@@ -7,11 +7,13 @@ memory shared between processes its "shmem_enabled", or, where that forbids it, 
 """
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel import shared
@@ -19,6 +21,8 @@ from parallel.shared import HUGE, MADV_COLLAPSE, MADV_HUGEPAGE, MADV_NOHUGEPAGE,
 
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 CHUNK = 32 * HUGE  # bytes collapsed by one call
+NODE = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid"))  # processes that see each other's files
+FILLED_S = 3600.0  # for whoever makes a table to fill it
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,40 @@ class HostTable:
     pages: Pages
     address: str | None = None
     segment: Segment | None = None
+
+
+class Node:
+    """Tables of this node's ranks: the first to come makes each, the others attach. ``store`` is one that all ranks
+    reach; None: this process alone. No name is left behind: memory is freed with the last process that holds it,
+    however it ends. ``pages``: what each table of this process lies on."""
+
+    def __init__(self, store: dist.Store | None = None):
+        boot, space = NODE
+        self.store, self.name = store, f"hosttable/{boot.read_text().strip()}/{space.readlink()}"
+        self.first = store is None or store.add(self.name, 1) == 1
+        self.pages: dict[str, Pages] = {}
+        self._held: list[HostTable] = []  # others may open what we made as long as we live
+
+    def table(
+        self, name: str, rows: int, columns: int, dtype: torch.dtype, blocks: Callable[[], Iterable[Tensor]]
+    ) -> Tensor:
+        """The table [R, C] called ``name``, not to be written; ``blocks`` is asked for its rows on one rank only."""
+        key = f"{self.name}/{name}"
+        if self.first:
+            table = create(rows, columns, dtype, blocks(), share=self.store is not None)
+            if self.store is not None:
+                self.store.set(key, table.address)
+        else:
+            self.store.wait([key], timedelta(seconds=FILLED_S))
+            table = attach(self.store.get(key).decode())
+        self.pages[name] = table.pages
+        self._held.append(table)
+        return table.rows
+
+    def __str__(self) -> str:
+        """How much it is, whether shared, and on which pages."""
+        kinds = {f"{p.kind}, {p}" for p in self.pages.values()}
+        return f"{sum(p.size_kb for p in self.pages.values()):,} kB of host memory, {'; '.join(sorted(kinds))}"
 
 
 def create(

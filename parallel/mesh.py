@@ -53,6 +53,11 @@ def join(seat: Seat, device: str = "cpu") -> None:
     )
 
 
+def store() -> dist.Store | None:
+    """What all ranks can write to and read; None without a group."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -81,7 +86,7 @@ def agreement(backend: str, seat: Seat, ep: Axis, width: int) -> Agree:
             )
         return Recursive(seat.board, seat.rank, seat.size, width, seat.timeout_s)
     group = own_group(seat, ep, timedelta(seconds=seat.timeout_s))
-    return Gloo(group, dist.distributed_c10d._get_default_store(), width)
+    return Gloo(group, store(), width)
 
 
 def own_group(seat: Seat, ep: Axis, timeout: timedelta) -> dist.ProcessGroup:

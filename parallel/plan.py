@@ -3,12 +3,13 @@
     axes: {dp: 8, ep: 8}
     rules:                                             # parameter path -> placement; first match wins
       - [layers.*.block.ffn.experts.*, {shard: 0, axis: ep}]
-      - [layers.*.engram.embed, {shard: 0, axis: ep, uneven: ceil, optional: true}]
+      - [layers.*.engram.embed, {place: shard, shard: 0, axis: ep, uneven: ceil, optional: true}]
       - ["*", replicate]
 
 All axes lie over the same ranks: on an axis of size n, rank r has index r % n, and every size divides the world, which
-is the largest. A placement is ``replicate`` or ``shard: dim`` along an axis; ``uneven: ceil`` gives each rank
-ceil(size / n) rows and the last ones what is left; ``optional`` lets a rule match nothing.
+is the largest. A placement is ``replicate``, ``host``: all of it, one copy for the ranks of a node (parallel/
+hosttable.py), or ``shard: dim`` along an axis; ``uneven: ceil`` gives each rank ceil(size / n) rows and the last ones
+what is left; ``optional`` lets a rule match nothing. ``place`` picks one of the three where a mapping has room for all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +22,21 @@ from parallel.eplb.settings import Eplb
 AGREE = ("gloo", "recursive")
 DISPATCH = ("allgather", "alltoall")
 OFF = Eplb()
-PLACEMENT_KEYS = ("shard", "axis", "uneven", "optional")
+PLACEMENT_KEYS = ("place", "shard", "axis", "uneven", "optional")
+PLACES = ("shard", "replicate", "host")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose path matches ``glob`` (``*`` also spans dots); ``shard`` None = every rank holds all of it."""
+    """Parameters whose path matches ``glob`` (``*`` also spans dots); ``shard`` None = every rank holds all of it, with
+    ``host`` in memory that the ranks of its node share."""
 
     glob: str
     shard: int | None = None
     axis: str | None = None
     uneven: bool = False
     optional: bool = False
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,19 +134,26 @@ def _rule(entry: Sequence[Any]) -> Rule:
     if isinstance(entry, str) or not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[0], str):
         raise ValueError(f"parallel.rules: a rule is [path glob, placement], got {entry!r}")
     glob, placement = entry
-    if placement == "replicate":
-        return Rule(glob)
+    if placement in ("replicate", "host"):
+        return Rule(glob, host=placement == "host")
     if not isinstance(placement, Mapping):
-        raise ValueError(f"parallel.rules: {glob!r}: a placement is 'replicate' or a mapping, got {placement!r}")
+        raise ValueError(
+            f"parallel.rules: {glob!r}: a placement is 'replicate', 'host' or a mapping, got {placement!r}"
+        )
     unknown = sorted(set(placement) - set(PLACEMENT_KEYS))
     if unknown:
         raise ValueError(f"parallel.rules: {glob!r}: unknown keys {unknown}; known: {list(PLACEMENT_KEYS)}")
+    place = placement.get("place", "shard")
+    if place not in PLACES:
+        raise ValueError(f"parallel.rules: {glob!r}: place must be one of {', '.join(PLACES)}, got {place!r}")
     shard, axis = placement.get("shard"), placement.get("axis")
-    if (type(shard) is not int or shard < 0) or not isinstance(axis, str):
+    if place == "shard" and ((type(shard) is not int or shard < 0) or not isinstance(axis, str)):
         raise ValueError(f"parallel.rules: {glob!r}: needs 'shard: <dim>' and 'axis: <name>', got {dict(placement)}")
     if placement.get("uneven") not in (None, "ceil"):
         raise ValueError(f"parallel.rules: {glob!r}: uneven must be 'ceil', got {placement['uneven']!r}")
     optional = placement.get("optional", False)
     if type(optional) is not bool:
         raise ValueError(f"parallel.rules: {glob!r}: optional must be true or false, got {optional!r}")
+    if place != "shard":
+        return Rule(glob, optional=optional, host=place == "host")
     return Rule(glob, shard, axis, placement.get("uneven") == "ceil", optional)

@@ -4,6 +4,7 @@
 """
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from model.cache import Layout
 from model.config import FIXED, IGNORED_TEXT, QUANTIZATION, ModelConfig
 from model.constants import constants
 from model.runtime import Runtime
-from parallel import plan
+from parallel import hosttable, mesh, plan
 from parallel.eplb.settings import Eplb
 from parallel.mesh import Axis
 from parallel.plan import Plan
@@ -160,8 +161,8 @@ def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
 
 def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
     """The plan of a ``conf/parallel`` YAML; every parameter of the model must have a rule that fits it."""
-    values = plain(values)
-    known(values, ("axes", "agree", "dispatch", "eplb", "rules"), "parallel.", complete=True)
+    values = plain(values)  # `engram` is for the rules to name
+    known(values, ("axes", "agree", "dispatch", "engram", "eplb", "rules"), "parallel.", complete=True)
     eplb = from_mapping(Eplb, values["eplb"], "parallel.eplb.")
     made = plan.parse(values["axes"], values["rules"], values["agree"], eplb, values["dispatch"])
     made.check({path: spec.shape for path, spec in tree.walk(transformer.specs(cfg))})
@@ -273,13 +274,16 @@ def build_model(
     rt, layout = build_runtime(s, ep), build_layout(s, cfg)
     retained = s.serve.retained if s.serve.window == "retain" else 0
     pools = memory.cache_bytes(layout, s.serve.pages + 1, s.serve.max_batch + 1 + retained, rt.dtype)
-    share = s.parallel, rank or 0
+    node = hosttable.Node(mesh.store() if rank is not None else None)
+    share = s.parallel, rank or 0, node.first
     memory.require(memory.model_bytes(cfg, s.numerics, s.weights, s.random, *share) | pools, device)
     text = build_text(s, cfg)
     consts = constants(cfg, token_map(s, cfg, text))
     how = {"numerics": s.numerics, "weights": s.weights, "device": device, "plan": s.parallel, "rank": rank or 0}
-    how["redundant"] = s.parallel.eplb.spare
+    how |= {"redundant": s.parallel.eplb.spare, "node": node}
     params = checkpoint.random(cfg, s.seed, **how) if s.random else checkpoint.load(s.checkpoint, cfg, **how)
+    if node.pages:
+        print(f"note: rank {rank or 0}: Engram tables: {node}", file=sys.stderr)
     consts = tree.build(lambda _, leaf: leaf.to(device), consts)
     return transformer.assemble(cfg, rt, layout, params, consts, device), text
 

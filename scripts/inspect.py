@@ -103,14 +103,19 @@ def _numel(path: str, spec: Spec, shape: tuple[int, ...], cut: release.Cut | Non
 
 
 def rank_bytes(specs: Mapping[str, Spec], plan: Plan) -> list[int]:
-    """Parameter bytes that each rank of the plan holds."""
-    whole = {path: local_bytes(path, spec, None).total() for path, spec in specs.items()}
+    """Parameter bytes that each rank of the plan holds, without what its node's ranks share."""
+    whole = {p: local_bytes(p, spec, None).total() for p, spec in specs.items() if not plan.rule(p).host}
     split = [path for path in specs if plan.slice(path, specs[path].shape, plan.coords(0))]
     shared = sum(size for path, size in whole.items() if path not in split)
     return [
         shared + sum(local_bytes(p, specs[p], plan.slice(p, specs[p].shape, plan.coords(r))).total() for p in split)
         for r in range(plan.world)
     ]
+
+
+def host_bytes(specs: Mapping[str, Spec], plan: Plan) -> int:
+    """Bytes that a node's ranks share in host memory."""
+    return sum(local_bytes(path, spec, None).total() for path, spec in specs.items() if plan.rule(path).host)
 
 
 # --- schema ---
@@ -157,6 +162,7 @@ def inspect(cfg: ModelConfig, plan: Plan) -> dict[str, int | float]:
         "ranks": plan.world,
         "bytes_per_rank": max(held),
         "bytes_per_rank_min": min(held),
+        "bytes_host_per_node": host_bytes(specs, plan),
     }
 
 
@@ -171,7 +177,7 @@ def tables(cfg: ModelConfig, plan: Plan, result: Mapping[str, int | float]) -> l
         part["parameters"] += spec.numel
         part["bytes"] += local_bytes(path, spec, None).total()
         cut = plan.slice(path, spec.shape, plan.coords(0))
-        part["rank"] += local_bytes(path, spec, cut).total()
+        part["rank"] += 0 if plan.rule(path).host else local_bytes(path, spec, cut).total()
     by_part = Table("part", title="Parameters by part, in memory with weights=packed")
     for name in ("tensors", "parameters", "bytes", f"on rank 0 of {plan.world}"):
         by_part.add_column(name, justify="right")

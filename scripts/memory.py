@@ -25,12 +25,16 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def model_bytes(
-    cfg: ModelConfig, numerics: str, weights: str, drawn: bool, plan: Plan | None = None, rank: int = 0
-) -> dict[str, int]:
-    """Bytes of the weights that ``rank`` holds; ``drawn`` adds the fp32 values of the largest, made one at a time."""
+    cfg: ModelConfig, numerics: str, weights: str, drawn: bool, plan: Plan | None = None, rank: int = 0,
+    first: bool = True,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of the weights that ``rank`` holds; ``drawn`` adds the fp32 values of the largest, made one at a time.
+    Tables that a node's ranks share count for the ``first`` of them, which makes them."""
     specs = dict(tree.walk(transformer.specs(cfg)))
     held = 0
     for path, spec in specs.items():
+        if plan and plan.rule(path).host and not first:
+            continue
         cut = plan.slice(path, spec.shape, plan.coords(rank)) if plan else None
         whole = release.held_bytes(spec, numerics, weights)
         held += whole if cut is None else whole * (cut[2] - cut[1]) // spec.shape[cut[0]]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from model.config import ModelConfig
 from model.tree import Quantized
 from parallel import plan
 from parallel.expert import first_plan
+from parallel.hosttable import Node
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 CASES = ("tiny_batch", "tiny_dspark")
@@ -148,6 +150,24 @@ def test_ranks_of_a_plan_hold_the_whole_between_them(weights):
                 assert all(same(p[path], value) for p in parts)
             else:
                 assert same(torch.cat([raw(p[path]) for p in parts], cut[0]), raw(value)), path
+
+
+@pytest.mark.parametrize("make", ["load", "random"])
+def test_a_table_on_the_host_is_read_once_and_equal(make, monkeypatch):
+    monkeypatch.setattr(checkpoint, "HOST_ROWS", 50)
+    cfg = checkpoint.read_config(GOLDEN / "tiny_batch")
+    first = (GOLDEN / "tiny_batch" / "weights.safetensors", cfg) if make == "load" else (cfg, 3)
+    how = plan.parse({"ep": 2}, [["layers.*.engram.embed", "host"], ["*", "replicate"]])
+    store = dist.HashStore()
+    nodes = [Node(store) for _ in range(2)]
+    whole = flat(getattr(checkpoint, make)(*first, numerics="qat"))
+    ranks = [flat(getattr(checkpoint, make)(*first, numerics="qat", plan=how, node=node)) for node in nodes]
+    assert all(same(rank[path], value) for rank in ranks for path, value in whole.items())
+    assert [n.first for n in nodes] == [True, False] and set(nodes[0].pages) == set(nodes[1].pages)
+    assert len(nodes[0].pages) == 2 * len(cfg.engram_layer_ids)
+    wrong = plan.parse({"ep": 2}, [["embed", "host"], ["*", "replicate"]])
+    with pytest.raises(ValueError, match="'embed' is no table of rows; only those can be placed on the host"):
+        getattr(checkpoint, make)(*first, numerics="qat", plan=wrong)
 
 
 @pytest.mark.parametrize("weights", ["dense", "packed"])

@@ -1,12 +1,17 @@
 """Tables in shared host memory: one copy, the same rows in every process, and a true account of its pages."""
 
 import gc
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parallel import hosttable, shared
 from parallel.hosttable import Pages
@@ -107,3 +112,69 @@ def test_memory_goes_with_the_last_reference():
     del part
     gc.collect()
     assert f"{start:x}-" not in open("/proc/self/maps").read()
+
+
+# --- the ranks of a node ---
+
+
+def keep(rank: int, file: str, out: Any, orders: Any) -> None:
+    """A rank that takes two tables, then does as it is told."""
+    node = hosttable.Node(dist.FileStore(file, 3))
+    asked = []
+    tables = [node.table(n, ROWS, COLUMNS, torch.uint8, lambda n=n: asked.append(n) or [rows()]) for n in "ab"]
+    out.put((rank, node.first, asked, node._held[0].segment.nonce, str(node)))
+    while (order := orders.get()) is not None:
+        if order == "write":
+            tables[1][7] = 5
+        out.put((rank, bool(torch.equal(tables[0], rows())), tables[1][7].unique().tolist()))
+
+
+def holders(nonce: str) -> list[str]:
+    """Processes that have the segment open or mapped."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [os.readlink(f) for f in (process / "fd").iterdir()]
+            if any(nonce in text for text in (*links, (process / "maps").read_text())):
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_ranks_of_a_node_share_one_copy_that_goes_with_the_last_of_them(tmp_path):
+    """Also when the rank that made it is killed: the others keep it, and nothing is left behind."""
+    context = multiprocessing.get_context("spawn")
+    out, orders = context.Queue(), [context.Queue() for _ in range(3)]
+    made = [context.Process(target=keep, args=(r, str(tmp_path / "store"), out, orders[r])) for r in range(3)]
+    try:
+        for process in made:
+            process.start()
+        told = {t[0]: t[1:] for t in (out.get(timeout=120) for _ in made)}
+        (maker,) = [r for r, t in told.items() if t[0]]
+        assert sorted(t[1] for t in told.values()) == [[], [], ["a", "b"]]
+        assert len({t[2] for t in told.values()}) == 1
+        assert all(t[3].startswith("20,480 kB of host memory, shared, ") for t in told.values())
+        nonce = told[maker][2]
+        assert len(holders(nonce)) == 3
+        orders[maker].put("write")
+        assert out.get(timeout=60) == (maker, True, [5])
+        os.kill(made[maker].pid, signal.SIGKILL)
+        made[maker].join(60)
+        others = [r for r in range(3) if r != maker]
+        for r in others:
+            orders[r].put("read")
+            assert out.get(timeout=60) == (r, True, [5])
+        for r in others:
+            orders[r].put(None)
+            made[r].join(60)
+        assert holders(nonce) == [] and not [f for f in os.listdir("/dev/shm") if "racklab" in f]
+    finally:
+        for process in made:
+            process.kill()
+
+
+def test_one_rank_has_private_memory():
+    node = hosttable.Node()
+    table = node.table("a", ROWS, COLUMNS, torch.uint8, lambda: rows().split(999))
+    assert torch.equal(table, rows()) and node.pages["a"].kind == "private" and node.first

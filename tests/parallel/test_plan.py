@@ -58,6 +58,14 @@ def test_axes_lie_over_the_same_ranks():
     assert p.world == 8 and p.coords(6) == {"dp": 6, "ep": 2}
 
 
+@pytest.mark.parametrize("place", ["shard", "replicate", "host"])
+def test_place_picks_one(place):
+    p = plan.parse({"ep": 4}, [["t", {"place": place, "shard": 0, "axis": "ep", "uneven": "ceil"}]])
+    assert p.slice("t", (5, 2), p.coords(1)) == ((0, 2, 4) if place == "shard" else None)
+    assert p.rule("t").host == (place == "host")
+    assert plan.parse({"ep": 4}, [["t", "host"]]).rule("t") == plan.parse({}, [["t", {"place": "host"}]]).rule("t")
+
+
 def test_leaf_that_no_rule_matches():
     p = plan.parse({"ep": 2}, [EXPERTS])
     with pytest.raises(ValueError, match="no rule matches parameter 'embed'"):
@@ -93,7 +101,8 @@ def test_dim_that_is_not_there():
         ({"dp": 8, "ep": 3}, [REST], r"axes\.ep must divide the largest axis 8, got 3"),
         ({"dp": 2}, [EXPERTS, REST], r"names axis 'ep'; axes: \['dp'\]"),
         ({"dp": 2}, ["replicate"], r"a rule is \[path glob, placement\], got 'replicate'"),
-        ({"dp": 2}, [["*", "everywhere"]], "a placement is 'replicate' or a mapping, got 'everywhere'"),
+        ({"dp": 2}, [["*", "everywhere"]], "a placement is 'replicate', 'host' or a mapping, got 'everywhere'"),
+        ({"dp": 2}, [["*", {"place": "disk"}]], "place must be one of shard, replicate, host, got 'disk'"),
         ({"dp": 2}, [["*", {"shard": 0, "axes": "dp"}]], r"unknown keys \['axes'\]; known"),
         ({"dp": 2}, [["*", {"axis": "dp"}]], "needs 'shard: <dim>' and 'axis: <name>'"),
         ({"dp": 2}, [["*", {"shard": 0, "axis": "dp", "uneven": "floor"}]], "uneven must be 'ceil', got 'floor'"),

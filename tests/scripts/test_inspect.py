@@ -51,6 +51,14 @@ def test_ranks_hold_their_share(flash):
     assert whole["bytes_per_rank"] / 32 < flash["bytes_per_rank"] < whole["bytes_per_rank"] / 16
 
 
+def test_tables_on_the_host_are_beside_the_ranks(flash):
+    host = figures("model=flash", "parallel=dep", "parallel.axes.dp=32", "parallel.engram=host")
+    assert host["bytes_host_per_node"] > 190e9 and not flash["bytes_host_per_node"]
+    every = figures("model=flash", "parallel=dep", "parallel.axes.dp=32", "parallel.engram=replicate")
+    assert every["bytes_per_rank"] == host["bytes_per_rank"] + host["bytes_host_per_node"]
+    assert host["bytes_per_rank"] < flash["bytes_per_rank"]
+
+
 def test_every_leaf_has_a_part_and_tables_print(flash, capsys):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("config", overrides=["model=tiny", "parallel=single"])

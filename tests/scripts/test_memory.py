@@ -7,6 +7,7 @@ from model import checkpoint, tree
 from model.cache import Layout
 from model.runtime import Runtime
 from model.tree import Quantized
+from parallel import plan
 from scripts import memory
 from tests.small import config
 
@@ -24,6 +25,17 @@ def test_weights(numerics, weights):
     cfg = config()
     told = memory.model_bytes(cfg, numerics, weights, drawn=False)
     assert told == {"weights": held(checkpoint.random(cfg, 0, numerics, weights))}
+
+
+def test_tables_that_a_node_shares_count_once():
+    cfg = config()
+    how = plan.parse({"ep": 2}, [["layers.*.engram.embed", "host"], ["*", "replicate"]])
+    whole, first, other = (
+        memory.model_bytes(cfg, "qat", "dense", False, *more)["weights"]
+        for more in ((), (how, 0, True), (how, 1, False))
+    )
+    tables = sum(rows * (cfg.engram_head_dim + cfg.engram_head_dim // 32) for rows in cfg.engram_num_embeddings)
+    assert whole == first == other + tables
 
 
 def test_the_largest_weight_is_drawn_in_fp32():
