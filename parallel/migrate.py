@@ -305,6 +305,11 @@ class Rebalancing:
     def __init__(self, parts: dict[str, Rebalancer]):
         self.parts, self.width = parts, WIDTH
 
+    @property
+    def busy(self) -> bool:
+        """Whether a round is under way, which goes on without steps too."""
+        return any(part.round is not None for part in self.parts.values())
+
     def row(self) -> list[int]:
         told = [value for part in self.parts.values() for value in part.row()]
         return told + [0] * (WIDTH - len(told))

@@ -2,7 +2,9 @@
 
 Every MoE layer is a collective, so all ranks run the same number of layers on the same number of rows: before each step
 they exchange one row of integers and take the maximum. A rank without work runs padding. While nobody has work no step
-is taken; ranks look in every ``tick_s``, so that one with new work never waits long for the others.
+is taken and nothing is exchanged. Who gets work arrives at the next exchange and rings the others, who join it: the
+arrival is the call, and bears the number of its exchange, so that none is stale, early or lost. Across nodes nothing
+rings, and ranks meet every few milliseconds to find out.
 """
 
 from collections.abc import Callable
@@ -47,6 +49,7 @@ class Rider(Protocol):
     """What else ranks agree on between two steps: parallel/migrate.py. Its row has ``width`` words."""
 
     width: int
+    busy: bool  # wants exchanges though nobody has work
 
     def row(self) -> list[int]: ...
 
@@ -71,13 +74,27 @@ def ragged(most: Shape) -> Shape:
 
 class Lockstep:
     """Engines that share experts. ``port`` is parallel/agree's, for rows of WIDTH words and the rider's; its two times
-    are summed apart. ``size``: what a rank pads to, given the most of all ranks."""
+    are summed apart. ``size``: what a rank pads to, given the most of all ranks. While idle a rank looks every
+    ``tick_s``, or, where the mail is told to `watch` the port's bell, every ``bell_s``."""
 
-    def __init__(self, port: Agree, tick_s: float = 0.005, rider: Rider | None = None, size: Callable = bucket):
-        self.port, self.tick_s, self.rider, self.size = port, tick_s, rider, size
+    def __init__(
+        self, port: Agree, tick_s: float = 0.005, rider: Rider | None = None, size: Callable = bucket,
+        bell_s: float = 0.25,
+    ):  # fmt: skip
+        self.port, self.rider, self.size = port, rider, size
+        self._tick_s, self._bell_s, self._asleep = tick_s, bell_s, False
         self.transport_s = self.skew_s = 0.0
 
+    @property
+    def tick_s(self) -> float:
+        """Longest wait for mail or the bell: short until it is known that nobody has work."""
+        return self._bell_s if self._asleep else self._tick_s
+
     async def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
+        riding = self.rider is not None and self.rider.busy
+        self._asleep = plan is None and not leaving and not riding and not self.port.called()
+        if self._asleep:
+            return None, False, False
         shape = Shape() if plan is None else shape_of(plan)
         more = [] if self.rider is None else self.rider.row()
         rows = self.port.gather([*astuple(shape), int(plan is not None), int(leaving), *more])

@@ -17,6 +17,11 @@ class Mailbox:
         self._deliver = deliver
         self._waiting: list[Ask | Abort | Bye] = []
         self._arrived = asyncio.Event()
+        self._watched: list[int] = []
+
+    def watch(self, fd: int) -> None:
+        """Let `wait` return when ``fd`` is readable, too."""
+        self._watched.append(fd)
 
     def send(self, message: Ask | Abort | Bye) -> None:
         self._waiting.append(message)
@@ -30,8 +35,12 @@ class Mailbox:
 
     async def wait(self, timeout: float | None = None) -> None:
         """Return once there is something to take, or after ``timeout`` seconds."""
+        for fd in self._watched:
+            asyncio.get_running_loop().add_reader(fd, self._arrived.set)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), timeout)
+        for fd in self._watched:
+            asyncio.get_running_loop().remove_reader(fd)
 
     def put(self, outputs: Outputs) -> None:
         self._deliver(outputs)

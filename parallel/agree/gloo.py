@@ -20,6 +20,8 @@ class Gloo(Arrivals):
     name the missing. All ranks make it together. Where they are on several hosts, whose clocks differ, transport and
     skew are not told apart: the whole call counts as transport."""
 
+    bell: int | None = None
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -57,6 +59,10 @@ class Gloo(Arrivals):
             self.failed = OutOfStep(f"agree: rank {self.rank} is in step {self.step}, all in {held[:, 0].tolist()}")
             raise self.failed
         return held[:, HEAD:].copy()
+
+    def called(self) -> bool:
+        """Nothing tells who waits on another host."""
+        return True
 
     def _one_clock(self) -> bool:
         """Whether all ranks run under one kernel."""

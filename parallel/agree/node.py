@@ -14,8 +14,23 @@ from time import monotonic, sleep
 import numpy as np
 
 from parallel import shared
+from parallel.agree import bell
+from parallel.agree.bell import Bell, Ringer
 from parallel.agree.port import Arrivals, Missing, OutOfStep
-from parallel.agree.recursive import HEAD, JOINED, LEFT, LINE, Board, Seat, blame, exchange, unsealed, words_of
+from parallel.agree.recursive import (
+    ASLEEP,
+    BELL,
+    HEAD,
+    JOINED,
+    LEFT,
+    LINE,
+    Board,
+    Seat,
+    blame,
+    exchange,
+    unsealed,
+    words_of,
+)
 
 MAGIC = 0x72616772656531  # of a board, with its size and width the last words of its segment
 SPINS = 200  # yields of the processor before a look at the clock
@@ -55,22 +70,41 @@ class Recursive(Arrivals):
         self.failed: Exception | None = None
         if not self._lock(rank) or words[rank * LINE + JOINED]:
             raise ValueError(f"agree: rank {rank} has joined {address} already; one that comes back needs a new board")
+        self._bell, self._ringer, self._word = Bell(), Ringer(), rank * LINE + ASLEEP
+        self.bell: int | None = self._bell.fd
+        words[rank * LINE + BELL : rank * LINE + BELL + bell.WORDS] = memoryview(array("q", self._bell.address))
         words[rank * LINE + JOINED] = 1
 
     def gather(self, row: Sequence[int]) -> np.ndarray:
         """Raises `Missing` or `OutOfStep`, and from then on always."""
         if self.failed:
             raise self.failed
+        self.board.words[self._word] = 0
         self.seat.put(self.step + 1, row, self.arrive())
         self.step += 1
         held = self._wait(exchange(self.seat, self.step))
         self.leave(held[:, 1])
         return held[:, HEAD:]
 
+    def called(self) -> bool:
+        """Where not, the next to arrive rings our bell. It writes its arrival, then reads who sleeps; we write that we
+        sleep, then read who arrived. Processors may swap the two on both sides: look again now and then."""
+        self.board.words[self._word] = 1
+        self._bell.quiet()
+        return any(self.board.arrived(r, self.step + 1) for r in range(self.size))
+
+    def _wake(self) -> None:
+        words = self.board.words
+        for at in range(0, self.size * LINE, LINE):
+            if words[at + ASLEEP]:
+                self._ringer.ring(words[at + BELL : at + BELL + bell.WORDS])
+
     def _wait(self, steps: Generator[int, None, np.ndarray]) -> np.ndarray:
         """Run to the end: yield the processor at first, then sleep ever longer."""
         spins, pause = 0, os.sched_yield
         try:
+            next(steps)
+            self._wake()
             while True:
                 next(steps)
                 pause()

@@ -14,8 +14,11 @@ import numpy as np
 class Agree(Protocol):
     rank: int
     size: int
+    bell: int | None  # readable where `called` turns true after it was false; None: nothing tells
 
     def gather(self, row: Sequence[int]) -> np.ndarray: ...  # [n, W] int64, the caller's own
+
+    def called(self) -> bool: ...  # whether a rank waits for us in the next gather; True where that cannot be seen
 
     @property
     def transport_s(self) -> float: ...  # of the last gather: from the last rank's arrival to its return here
@@ -42,7 +45,7 @@ class OutOfStep(RuntimeError):
 class Alone:
     """One rank agrees with itself."""
 
-    rank, size = 0, 1
+    rank, size, bell = 0, 1, None
     transport_s = skew_s = 0.0
 
     def __init__(self, width: int):
@@ -52,6 +55,9 @@ class Alone:
         if len(row) != self.width:
             raise ValueError(f"agree: a row has {self.width} words here, got {len(row)}")
         return np.array([row], np.int64)
+
+    def called(self) -> bool:
+        return False
 
     def close(self) -> None:
         pass

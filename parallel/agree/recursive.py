@@ -26,7 +26,7 @@ import numpy as np
 
 LINE = 16  # words between two ranks' own ones: no two in one pair of cache lines
 STAGES = 16  # of a step, at most
-JOINED, LEFT = 1, 2  # words of a rank beside its progress
+JOINED, LEFT, ASLEEP, BELL = 1, 2, 3, 4  # words of a rank beside its progress; where its bell is takes three
 HEAD = 2  # words in front of a row: its seal, its time of arrival
 MAX_RANKS = 1024
 MASK = (1 << 64) - 1

@@ -106,6 +106,8 @@ def build_engine(
         port = mesh.agreement(s.parallel.agree, seat, ep, row_width(s.parallel))
         size = ragged if s.parallel.dispatch == "alltoall" else bucket
         lockstep = Lockstep(port, rider=rider, size=size)
+        if port.bell is not None:
+            mail.watch(port.bell)
     ties = None
     if s.serve.handoff is not None:
         ties = build_ties(s, seat)

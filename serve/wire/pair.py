@@ -33,8 +33,8 @@ class EngineWire:
         self._poller.register(self._socket, zmq.POLLIN)
         self.malformed = 0
 
-    def watch(self, inbox: zmq.Socket) -> None:
-        """Let `wait` return for what comes to ``inbox`` (serve/wire/net.py), too."""
+    def watch(self, inbox: zmq.Socket | int) -> None:
+        """Let `wait` return for what comes to ``inbox`` (serve/wire/net.py, or a descriptor), too."""
         self._poller.register(inbox, zmq.POLLIN)
 
     def take(self) -> list[Ask | Abort | Bye]:

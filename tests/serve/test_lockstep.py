@@ -1,11 +1,15 @@
 """Data-parallel engines that share their experts: n ranks give each request the tokens that one gives it."""
 
 import asyncio
+import select
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from serve.lockstep import Lockstep, bucket, ragged
+from parallel.agree import node
+from parallel.agree.bell import Ringer
+from serve.lockstep import WIDTH, Lockstep, bucket, ragged
 from serve.request import Sampling
 from tests import ranks, small
 from tests.serve.harness import Bench
@@ -66,3 +70,29 @@ def test_trimmed_prefill_in_lockstep(dispatch):
     want = [Bench(small.model(CFG), prefill="layer20_replay").run(ask)[0] for ask in ASKS]
     for rank, (tokens, _) in enumerate(ranks.run(2, serve, "reference", {**how, "dispatch": dispatch})):
         assert tokens == [w for i, w in enumerate(want) if (i * i) % 2 == rank]
+
+
+def rung(lockstep: Lockstep, wait_s: float) -> bool:
+    return bool(select.select([lockstep.port.bell], [], [], wait_s)[0])
+
+
+def test_failure_22_a_stale_ring_starts_nothing_and_a_call_is_not_lost():
+    """Three ranks of a node: idle they exchange nothing; the one that gets work wakes the others; a ring of the past
+    makes a rank look, no more."""
+    board = node.create(3, WIDTH)
+    idle = [Lockstep(node.Recursive(board.address, r, 3, WIDTH)) for r in (0, 1)]
+    busy = node.Recursive(board.address, 2, 3, WIDTH)
+    for lockstep in idle:
+        short = lockstep.tick_s
+        assert asyncio.run(lockstep.agree(None, False)) == (None, False, False)
+        assert lockstep.port.step == 0 and lockstep.tick_s > 10 * short and not rung(lockstep, 0)
+    Ringer().ring(idle[0].port._bell.address)
+    assert rung(idle[0], 5) and asyncio.run(idle[0].agree(None, False)) == (None, False, False)
+    assert not rung(idle[0], 0) and idle[0].port.step == 0
+    with ThreadPoolExecutor(3) as threads:
+        got = threads.submit(busy.gather, [7, 7, 0, 1, 0])
+        assert all(rung(lockstep, 5) for lockstep in idle)
+        told = list(threads.map(lambda lockstep: asyncio.run(lockstep.agree(None, False)), idle))
+        assert [(shape.rows, working, leaving) for shape, working, leaving in told] == [(7, True, False)] * 2
+        assert got.result().tolist() == [[0] * WIDTH, [0] * WIDTH, [7, 7, 0, 1, 0]]
+    assert [lockstep.tick_s for lockstep in idle] == [short] * 2

@@ -2,12 +2,16 @@
 
 import gc
 import os
+import select
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from parallel import shared
 from parallel.agree import node
+from parallel.agree.bell import Bell, Ringer
 from parallel.agree.port import Alone, Missing
 from tests.parallel.agree import ranks
 
@@ -116,3 +120,24 @@ def test_gloo_gets_equal_rows_and_names_the_missing(size, absent, tmp_path):
     assert told(len(there)) == dict.fromkeys(there, (True, () if absent is None else (absent,)))
     for process in processes:
         process.kill()
+
+
+def test_bells_ring_across_processes_and_leave_no_descriptor():
+    before = len(os.listdir("/proc/self/fd"))
+    bell = Bell()
+    code = "import sys; from parallel.agree.bell import Ringer; Ringer().ring([int(a) for a in sys.argv[1:]])"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code, *map(str, bell.address)], check=True, timeout=60)
+        assert select.select([bell.fd], [], [], 0)[0]
+        bell.quiet()
+        assert not select.select([bell.fd], [], [], 0)[0]
+    ringer, (process, fd, number) = Ringer(), bell.address
+    for wrong in ((process, fd, number + 1), (2**22 + 1, fd, number)):  # another pipe there; nobody there
+        ringer.ring(wrong)
+    assert not select.select([bell.fd], [], [], 0)[0]
+    for _ in range(70_000):  # more than a pipe holds
+        ringer.ring(bell.address)
+    bell.quiet()
+    del bell, ringer
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
