@@ -25,8 +25,7 @@ from parallel.eplb.settings import Eplb
 from parallel.mesh import Axis
 from parallel.plan import Plan
 from scripts import memory, workloads
-from scripts.benches.sizes import Agree, Dispatch, HostTable
-from scripts.benches.sizes import Eplb as EplbSizes
+from scripts.benches.sizes import Benches
 from scripts.bytetext import ByteText
 from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
 from scripts.mapping import at_least, from_mapping, known
@@ -78,10 +77,7 @@ class Settings:
     agreement: Agreement
     routing: Routing
     bench: str
-    agree: Agree
-    hosttable: HostTable
-    eplb: EplbSizes
-    dispatch: Dispatch
+    benches: Benches
     target: str
     model_chosen: bool = False
 

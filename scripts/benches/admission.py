@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from scripts import report
 from scripts.build import Settings
 from scripts.progress import progress
 from serve.request import Abort, Ask, Sampling
@@ -152,14 +151,9 @@ def run(s: Settings, tokens: int = TOKENS, turns: int = TURNS) -> dict:
                 lists[kind].leave(table)
             advance(1)
     ms = {key: median(values) * 1e3 for key, values in times.items()}
-    shown = Table(
-        "855,000 tokens" if tokens == TOKENS else f"{tokens} tokens", "engine's thread, ms", "lists, ms", "ratio"
-    )
-    for kind in ours:
-        own, other = ms["ours", kind], ms["lists", kind]
-        shown.add_row(kind, f"{own:.3f}", f"{other:.2f}", f"{other / own:.1f}")
-    shown.add_row("front end: hashing", f"{ms['front end', '']:.2f}", "", "")
-    Console(width=120).print(shown)
+    rows = [[k, ms["ours", k], ms["lists", k], ms["lists", k] / ms["ours", k]] for k in ours]
+    rows.append(["front end: hashing", ms["front end", ""], None, None])
+    report.table("admission", (f"{tokens:,} tokens", "engine's thread, ms", "lists, ms", "ratio"), rows)
     return {
         "admit_ms_855k_cold": round(ms["ours", "cold"], 4),
         "admit_ms_855k_hit": round(ms["ours", "hit"], 4),

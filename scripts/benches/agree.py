@@ -32,10 +32,10 @@ def run(s: Settings) -> dict:
     """Table by ranks; keys ``ratio_n{N}``, ``recursive_us_n{N}``, ``gloo_us_n{N}``, ``rounds_n{N}``, skews,
     ``named``."""
     out: dict = {}
-    rows, faults = [], []
-    with progress("bench=agree", len(s.agree.ranks), "sizes") as advance:
-        for n in s.agree.ranks:
-            got = measure(n, s.agree.seconds)
+    rows, faults, sizes = [], [], s.benches.agree
+    with progress("bench=agree", len(sizes.ranks), "sizes") as advance:
+        for n in sizes.ranks:
+            got = measure(n, sizes.seconds)
             if not got["equal"]:
                 raise ValueError(f"bench=agree: rows differ between {n} ranks; no figures")
             ratio = got["gloo_us"] / got["recursive_us"]

@@ -10,12 +10,11 @@ from statistics import median, quantiles
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from kernels import choose
 from model.pack import Span
 from model.transformer import Model
+from scripts import report
 from scripts.build import Settings, build_model
 from scripts.progress import progress
 from scripts.verification.case import relative_rms
@@ -92,18 +91,17 @@ def run(s: Settings) -> dict:
     """Table of step times and their ratio; keys ``ratio_b{N}``."""
     model, _ = build_model(s)
     both = sides(model)
-    table = Table("batch", "reference ms", "compile ms", "ratio", "spread of the ratio", "compile tokens/s")
-    result: dict = {}
+    rows, result = [], {}
     with progress("bench=decode", len(BATCHES), "batches") as advance:
         for batch in BATCHES:
             slow, fast = measure(both, batch, s.numerics)
             ratio = median(slow) / median(fast)
             low, _, high = quantiles([a / b for a, b in zip(slow, fast, strict=True)], n=4)
             rate = batch / median(fast)
-            cells = (f"{median(slow) * 1e3:.2f}", f"{median(fast) * 1e3:.2f}", f"{ratio:.2f}")
-            table.add_row(str(batch), *cells, f"{low:.2f} .. {high:.2f}", f"{rate:,.0f}")
+            rows.append([batch, median(slow) * 1e3, median(fast) * 1e3, ratio, low, high, rate])
             result[f"ratio_b{batch}"] = round(ratio, 3)
             result[f"compile_ms_b{batch}"] = round(median(fast) * 1e3, 3)
             advance(1)
-    Console(width=120).print(table)
+    columns = ("batch", "reference ms", "compile ms", "ratio", "p25 of the ratio", "p75", "compile tokens/s")
+    report.table("decode", columns, rows)
     return {**result, "numerics": s.numerics, "cache": s.cache, "weights": s.weights, "threads": s.threads}

@@ -4,12 +4,10 @@ Experts only scale their rows, so that time is that of moving them. Even: all ra
 first has them all: allgather pads every rank to the largest, alltoall moves what there is. Results must be equal.
 """
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +17,11 @@ from parallel import alltoall, expert, mesh, plan
 from parallel.mesh import Axis, Seat
 from parallel.traffic import Traffic
 from scripts import report
+from scripts.benches.processes import each_rank
 from scripts.build import Settings
 from scripts.progress import progress
 
 TURNS = 15
-LIMIT_S = 300
 
 
 def rows_of(rank: int, ranks: int, rows: int, kind: str) -> int:
@@ -57,9 +55,11 @@ def ways(ep: Axis, cfg: ModelConfig, rows: int, kind: str) -> dict[str, Callable
     return {"allgather": allgather, "alltoall": uneven}
 
 
-def measure(seat: Seat, cfg: ModelConfig, rows: int, kind: str, out: Any) -> None:
-    """The process of one rank: (bytes it sends, seconds of a turn) by either way; an exception in words."""
+def measure(rank: int, tell: Callable, size: int, folder: str, cfg: ModelConfig, rows: int, kind: str) -> None:
+    """The process of one rank: tells (bytes it sends, seconds of a turn) by either way. Raises ValueError where the two
+    give different rows."""
     torch.set_num_threads(1)
+    seat = Seat(rank, size, f"{folder}/ranks")
     try:
         mesh.join(seat)
         ep = mesh.axis(plan.parse({"ep": seat.size}, [["*", "replicate"]]), "ep", seat)
@@ -73,41 +73,27 @@ def measure(seat: Seat, cfg: ModelConfig, rows: int, kind: str, out: Any) -> Non
             begin = time.perf_counter()
             way()
             told[name][1].append(time.perf_counter() - begin)
-        out.put({n: (sent, median(t)) for n, (sent, t) in told.items()} if torch.equal(*results) else "results differ")
-    except Exception as error:
-        out.put(f"{type(error).__name__}: {error}")
+        if not torch.equal(*results):
+            raise ValueError("results differ")
+        tell({name: (sent, median(took)) for name, (sent, took) in told.items()})
     finally:
         mesh.leave()
 
 
 def ranks(size: int, cfg: ModelConfig, rows: int, kind: str) -> list[dict]:
     """What each rank tells. Raises ValueError with what one could not do."""
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
     with tempfile.TemporaryDirectory(prefix="racklab-") as folder:
-        seats = [Seat(r, size, f"{folder}/ranks") for r in range(size)]
-        made = [context.Process(target=measure, args=(s, cfg, rows, kind, out), daemon=True) for s in seats]
-        for process in made:
-            process.start()
-        try:
-            told = [out.get(timeout=LIMIT_S) for _ in made]
-        finally:
-            for process in made:
-                process.join(5)
-                process.kill()
-    if wrong := [t for t in told if isinstance(t, str)]:
-        raise ValueError(f"bench=dispatch: {wrong[0]}; no figures")
-    return told
+        return each_rank(size, measure, (size, folder, cfg, rows, kind))
 
 
 def run(s: Settings) -> dict:
     """Table by ranks and where rows are; keys ``bytes_ratio_n{N}_{kind}`` and ``time_ratio_n{N}_{kind}``: allgather
     over alltoall."""
-    table, out = [], {}
-    with progress("bench=dispatch", 2 * len(s.dispatch.ranks), "runs") as advance:
-        for n in s.dispatch.ranks:
+    table, out, sizes = [], {}, s.benches.dispatch
+    with progress("bench=dispatch", 2 * len(sizes.ranks), "runs") as advance:
+        for n in sizes.ranks:
             for kind in ("even", "one_busy"):
-                told = ranks(n, s.model, s.dispatch.rows, kind)
+                told = ranks(n, s.model, sizes.rows, kind)
                 sent = [sum(t[way][0] for t in told) for way in ("allgather", "alltoall")]
                 took = [max(t[way][1] for t in told) * 1e3 for way in ("allgather", "alltoall")]
                 table.append([n, kind, *sent, sent[0] / sent[1], *took, took[0] / took[1]])
@@ -125,4 +111,4 @@ def run(s: Settings) -> dict:
         "time ratio",
     )
     report.table("dispatch", columns, table)
-    return {**out, "rows": s.dispatch.rows, "hidden_size": s.model.hidden_size}
+    return {**out, "rows": sizes.rows, "hidden_size": s.model.hidden_size}

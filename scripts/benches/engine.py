@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from scripts import report
 from scripts.build import Settings, build_device, build_model
 from scripts.progress import progress
 from scripts.serving.engine import engine_on, runner_of
@@ -116,15 +115,14 @@ def run(s: Settings) -> dict:
     serve = replace(s.serve, max_batch=max(BATCHES), pages=pages, budget_tokens=512, window="none")
     runner = runner_of(model, serve, build_device(s))
     rng, vocab = np.random.default_rng(0), model.cfg.vocab_size
-    decode, prefill = Table("batch", "plain ms", "engine ms", "ratio"), Table("prompt", "plain s", "engine s", "ratio")
-    out: dict = {}
+    decode, prefill, out = [], [], {}
     with progress("bench=engine", len(BATCHES) + len(LENGTHS), "points") as advance:
         for batch in BATCHES:
             prompts = list(rng.integers(4, vocab, (batch, PROMPT)))
             ways = (lambda p=prompts: plain(runner, p, TOKENS), lambda p=prompts: served(runner, serve, p, TOKENS))
             a, b = ([t for r in way for t in r.steps] for way in compare(ways, 3 if batch < 128 else 2))
             ratio = median(a) / median(b)
-            decode.add_row(str(batch), f"{median(a) * 1e3:.2f}", f"{median(b) * 1e3:.2f}", f"{ratio:.3f}")
+            decode.append([batch, median(a) * 1e3, median(b) * 1e3, ratio])
             out[f"ratio_b{batch}"] = round(ratio, 3)
             advance(1)
         for length in LENGTHS:
@@ -132,9 +130,9 @@ def run(s: Settings) -> dict:
             ways = (lambda p=prompts: plain(runner, p, 1), lambda p=prompts: served(runner, serve, p, 1))
             a, b = ([r.total for r in way] for way in compare(ways, TURNS.get(length, 1)))
             ratio = median(a) / median(b)
-            prefill.add_row(str(length), f"{median(a):.3f}", f"{median(b):.3f}", f"{ratio:.3f}")
+            prefill.append([length, median(a), median(b), ratio])
             out[f"prefill_ratio_{length}"] = round(ratio, 3)
             advance(1)
-    Console(width=100).print(decode)
-    Console(width=100).print(prefill)
+    report.table("engine_decode", ("batch", "plain ms", "engine ms", "ratio"), decode)
+    report.table("engine_prefill", ("prompt", "plain s", "engine s", "ratio"), prefill)
     return {**out, "numerics": s.numerics, "threads": s.threads, "overlap": serve.overlap}

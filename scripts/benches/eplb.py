@@ -1,8 +1,8 @@
 """Placement of experts on streams of routing: fitted on earlier steps, judged on later ones.
 
 Target: 40 layers of 384 experts, drafter: 3 of 128, both over 32 ranks, with streams as uneven as those published (0.35
-and 0.21). With `routing.trace=routing.npz` (of `scripts.evaluate eval=routing`) the streams are that trace's. Balance
-is that of parallel/eplb/metric.py: the mean over later intervals. Redundant slots are printed.
+and 0.21). With `benches.eplb.trace=routing.npz` (of `scripts.evaluate eval=routing`) the streams are that trace's.
+Balance is that of parallel/eplb/metric.py: the mean over later intervals. Redundant slots are printed.
 """
 
 import time
@@ -17,7 +17,7 @@ from parallel.eplb.policy import Slots
 from parallel.eplb.window import ROWS, recent
 from scripts import report
 from scripts.benches import streams
-from scripts.benches.sizes import Eplb
+from scripts.benches.sizes import EplbSizes
 from scripts.benches.streams import Size
 from scripts.build import Settings
 from scripts.evaluation import trace
@@ -87,7 +87,7 @@ def heatmap(name: str, judged: Judged) -> None:
                 ax.set(title=f"{when}: load / mean", xlabel="rank", ylabel=what)
 
 
-def traced(path: Path, sizes: Eplb, advance) -> dict:
+def traced(path: Path, sizes: EplbSizes, advance) -> dict:
     """The parts of a trace, cut into 2 to INTERVALS intervals of about as many tokens, TRACE_TOKENS at least."""
     routing, out = trace.load(path), {}
     for name, part in (("target", routing.target), ("drafter", routing.drafter)):
@@ -118,9 +118,10 @@ def synthetic(advance) -> dict:
 
 def run(s: Settings) -> dict:
     """Keys ``{part}_before``, ``_after``, ``_gap_{form}`` of the first stream, ``plan_ms``; all streams in a table."""
-    given = s.routing.trace
+    sizes = s.benches.eplb
+    given = sizes.trace
     with progress("bench=eplb", 2 if given else 2 * len(streams.STREAMS), "streams") as advance:
-        parts = traced(Path(given), s.eplb, advance) if given else synthetic(advance)
+        parts = traced(Path(given), sizes, advance) if given else synthetic(advance)
     rows, out = [], {}
     for part, judged in parts.items():
         for stream, (j, redundant) in judged.items():

@@ -55,10 +55,11 @@ def run(s: Settings) -> dict:
     """Table by kind of page; keys ``ratio`` (4 KB over 2 MB, both private), ``ratio_shared``, ``huge_kb``,
     ``fallback``."""
     build_device(s)
-    rows = int(s.hosttable.gb * 2**30) // COLUMNS
+    gb = s.benches.hosttable.gb
+    rows = int(gb * 2**30) // COLUMNS
     need, there = len(KINDS) * rows * COLUMNS, memory.available(torch.device("cpu"))
     if not COLUMNS <= need <= there:
-        raise ValueError(f"hosttable.gb={s.hosttable.gb} takes {need} bytes for {len(KINDS)} tables, {there} are free")
+        raise ValueError(f"benches.hosttable.gb={gb} takes {need} bytes for {len(KINDS)} tables, {there} are free")
     made = [hosttable.create(rows, COLUMNS, torch.uint8, blocks(rows), *how) for how in KINDS.values()]
     times = measure(made)
     middle = [median(own) for own in times]
@@ -81,7 +82,7 @@ def run(s: Settings) -> dict:
         ],
     )
     own, both = made[1].pages, made[2].pages
-    counts = {"huge_kb": own.huge_kb, "huge_kb_shared": both.huge_kb, "gb": s.hosttable.gb}
+    counts = {"huge_kb": own.huge_kb, "huge_kb_shared": both.huge_kb, "gb": gb}
     fallback = "; ".join(f"{p.kind}: {p}" for p in (own, both) if p.huge_kb < p.size_kb) or "none"
     ratios = {"ratio": round(middle[0] / middle[1], 3), "ratio_shared": round(middle[0] / middle[2], 3)}
     return {**ratios, **counts, "fallback": fallback, "threads": s.threads}

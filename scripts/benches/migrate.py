@@ -5,10 +5,9 @@ of one rank that holds everything, or there is no figure. Without `parallel=dep`
 """
 
 import asyncio
-import multiprocessing
-import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from parallel.expert import first_plan
 from parallel.mesh import Seat
 from parallel.plan import Plan
 from scripts import report
+from scripts.benches.processes import each_rank
 from scripts.build import CONF, Settings, build_plan, build_runner, build_settings, checkpoint_config
 from scripts.progress import progress
 from scripts.serving.engine import build_engine, row_width
@@ -34,7 +34,6 @@ from serve.request import Ask, Outputs, Sampling
 
 RANKS, BATCH, PROMPT, TOKENS = 4, 4, 16, 120  # requests a rank, tokens of each
 INTERVAL = 24  # steps from the end of a round to the next
-LIMIT_S = 540
 
 
 @dataclass
@@ -64,12 +63,11 @@ def prompts(s: Settings) -> np.ndarray:
     return np.random.default_rng(0).integers(4, vocab, (s.parallel.world * BATCH, PROMPT)).astype(np.int32)
 
 
-def rank_main(config: Path, seat: Seat, out: Any) -> None:
+def rank_main(rank: int, tell: Callable, size: int, config: Path, folder: str, board: str) -> None:
     """The process of one rank. ``config``: the resolved one of the run."""
     try:
-        out.put((seat.rank, decode(planned(build_settings(OmegaConf.load(config))), seat)))
-    except Exception as error:
-        out.put((seat.rank, f"{type(error).__name__}: {error}"))
+        seat = Seat(rank, size, f"{folder}/ranks", board)
+        tell(decode(planned(build_settings(OmegaConf.load(config))), seat))
     finally:
         mesh.leave()
 
@@ -120,24 +118,10 @@ def planned(s: Settings) -> Settings:
 
 def ranks(s: Settings, config: Path) -> list[Told]:
     """One process a rank. Raises ValueError with what a rank could not do."""
-    context, size, got = multiprocessing.get_context("spawn"), s.parallel.world, {}
-    out, board = context.Queue(), node.create(size, row_width(s.parallel))
+    size = s.parallel.world
+    board = node.create(size, row_width(s.parallel))
     with tempfile.TemporaryDirectory(prefix="racklab-") as folder:
-        seats = [Seat(r, size, os.path.join(folder, "ranks"), board.address) for r in range(size)]
-        processes = [context.Process(target=rank_main, args=(config, seat, out), daemon=True) for seat in seats]
-        for process in processes:
-            process.start()
-        try:
-            while len(got) < size:
-                rank, told = out.get(timeout=LIMIT_S)
-                if isinstance(told, str):
-                    raise ValueError(f"bench=migrate: rank {rank}: {told}")
-                got[rank] = told
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
-    return [got[r] for r in range(size)]
+        return each_rank(size, rank_main, (size, config, folder, board.address))
 
 
 def check(s: Settings, told: list[Told]) -> None:

@@ -11,8 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.connection import wait
 from statistics import median
 
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from parallel.agree import node
 from parallel.agree.gloo import Gloo
 from parallel.agree.port import Agree, Missing
 from parallel.agree.recursive import rounds_of
+from scripts.benches.processes import each_rank
 
 WIDTH = 6
 TURNS = 4
@@ -45,7 +44,7 @@ def turn(port: Agree, seconds: float, step: int) -> tuple[list[tuple[float, floa
     return times, step, right
 
 
-def rank(index: int, size: int, seconds: float, file: str, address: str, tell: Callable) -> None:
+def rank(index: int, tell: Callable, size: int, seconds: float, file: str, address: str) -> None:
     """Both backends in turns; then the last rank is killed, and the others tell whom they miss."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
@@ -64,45 +63,28 @@ def rank(index: int, size: int, seconds: float, file: str, address: str, tell: C
             right &= good
     recursive.timeout_s, named, begin = FAULT_S, (), time.monotonic()
     if index == size - 1:
-        tell((index, times, right, None, 0.0))
+        tell((times, right, None, 0.0))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         while True:
             recursive.gather([0] * WIDTH)
     except Missing as error:
         named = error.ranks
-    tell((index, times, right, named, time.monotonic() - begin))
+    tell((times, right, named, time.monotonic() - begin))
     os._exit(0)
 
 
 def main(size: int, seconds: float, file: str) -> dict:
     """Medians in us over all ranks and steps; whom the survivors named."""
-    context = get_context("fork")
     board = node.create(size, WIDTH)
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    made = [
-        context.Process(target=rank, args=(r, size, seconds, file, board.address, pipe[1].send), daemon=True)
-        for r, pipe in enumerate(pipes)
-    ]
-    for process in made:
-        process.start()
-    told, waiting = [], [own for own, _ in pipes]
-    while waiting:
-        ready = wait(waiting, timeout=600)
-        if not ready:
-            raise TimeoutError(f"{len(told)} of {size} ranks came to an end")
-        told += [own.recv() for own in ready]
-        waiting = [own for own in waiting if own not in ready]
-    told.sort(key=lambda t: t[0])
-    for process in made:
-        process.kill()
-    out: dict = {"ranks": size, "rounds": rounds_of(size), "equal": all(t[2] for t in told)}
+    told = each_rank(size, rank, (size, seconds, file, board.address), "fork")
+    out: dict = {"ranks": size, "rounds": rounds_of(size), "equal": all(right for _, right, _, _ in told)}
     for name in ("gloo", "recursive"):
         for i, what in enumerate(("", "_skew", "_call")):
-            out[f"{name}{what}_us"] = 1e6 * median(t[i] for own in told for t in own[1][name])
-        out[f"{name}_steps"] = len(told[0][1][name])
-    out["named"] = sorted({t[3] for t in told[:-1]}) == [(size - 1,)]
-    out["named_s"] = max(t[4] for t in told)
+            out[f"{name}{what}_us"] = 1e6 * median(t[i] for times, *_ in told for t in times[name])
+        out[f"{name}_steps"] = len(told[0][0][name])
+    out["named"] = sorted({named for _, _, named, _ in told[:-1]}) == [(size - 1,)]
+    out["named_s"] = max(after_s for *_, after_s in told)
     return out
 
 

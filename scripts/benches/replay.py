@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from model import block
 from model.config import ModelConfig
+from scripts import report
 from scripts.benches.engine import served
 from scripts.build import Settings, build_device, build_model
 from scripts.progress import progress
@@ -104,17 +103,14 @@ def run(s: Settings) -> dict:
     full = made["full"][0]
     if not all(torch.equal(pages, made["full"][1]) for _, pages, _ in made.values()):
         raise ValueError("bench=replay: global rows differ from those of the whole prefill; no figures")
-    table = Table("layer", *(f"{p}: rows (predicted), ms (predicted)" for p in PREFILLS))
-    wrong, out = 0, {}
+    wrong, rows, out = 0, [], {}
     for layer in range(cfg.num_hidden_layers):
-        cells = []
         for prefill in PREFILLS:
             t, want = made[prefill][0], predicted(cfg, prefill, layer)
             guess = full.seconds[layer] * want / LENGTH
             wrong += (t.queries[layer], t.experts[layer]) != (want, want)
-            cells.append(f"{t.experts[layer]} ({want}), {t.seconds[layer] * 1e3:.0f} ({guess * 1e3:.0f})")
-        table.add_row(str(layer), *cells)
-    Console(width=140).print(table)
+            rows.append([layer, prefill, t.experts[layer], want, t.seconds[layer] * 1e3, guess * 1e3])
+    report.table("replay", ("layer", "prefill", "rows", "rows predicted", "ms", "ms predicted"), rows)
     whole = sum(full.seconds.values())
     for prefill in PREFILLS[1:]:
         guess = sum(full.seconds[i] * predicted(cfg, prefill, i) / LENGTH for i in range(cfg.num_hidden_layers))

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from scripts import report
 from scripts.build import Settings
 from scripts.progress import progress
 from serve.request import Ask, Sampling
@@ -112,20 +111,12 @@ def run(s: Settings, batch: int = BATCH, long: int = 855_000, steps: int = STEPS
         side(f"prompts of 1k, {DRAFTS} drafts", f"step_us_{batch}_drafts", batch, 1000, DRAFTS, every),
     )
     measure(sides, steps, turns, WARM)
-    table = Table("running", "host us per step", "spread", "p99", "by the wall")
-    result: dict = {}
+    rows, result = [], {}
     for one in sides:
         low, _, high = quantiles(one.times, n=4)
         p99 = quantiles(one.times, n=100)[-1]
-        us = [t * 1e6 for t in (median(one.times), low, high, p99)]
-        table.add_row(
-            f"{batch}, {one.name}",
-            f"{us[0]:.1f}",
-            f"{us[1]:.1f} .. {us[2]:.1f}",
-            f"{us[3]:.1f}",
-            f"{median(one.walls) * 1e6:.1f}",
-        )
-        result |= {one.key: round(us[0], 1), f"{one.key}_p99": round(us[3], 1)}
-        result[f"{one.key}_wall"] = round(median(one.walls) * 1e6, 1)
-    Console(width=120).print(table)
+        us = [t * 1e6 for t in (median(one.times), low, high, p99, median(one.walls))]
+        rows.append([f"{batch}, {one.name}", *us])
+        result |= {one.key: round(us[0], 1), f"{one.key}_p99": round(us[3], 1), f"{one.key}_wall": round(us[4], 1)}
+    report.table("scheduler", ("running", "host us per step", "p25", "p75", "p99", "by the wall"), rows)
     return result

@@ -1,4 +1,4 @@
-"""Sizes of benches that can be chosen."""
+"""Sizes of benches that can be chosen: what `benches` in conf/config.yaml means."""
 
 from dataclasses import dataclass
 
@@ -6,46 +6,61 @@ from scripts.mapping import at_least
 
 
 @dataclass(frozen=True)
-class Agree:
+class AgreeSizes:
     ranks: tuple[int, ...]
     seconds: float  # of exchanges by each backend, at each number of ranks
 
     def __post_init__(self):
-        if not self.ranks or not all(2 <= n <= 64 for n in self.ranks):
-            raise ValueError(f"agree.ranks must each be 2 to 64, got {list(self.ranks)}")
-        at_least(0, self, ("seconds",), "agree.")
+        some_ranks(self.ranks, "benches.agree.")
+        at_least(0, self, ("seconds",), "benches.agree.")
 
 
 @dataclass(frozen=True)
-class HostTable:
-    gb: float  # of each of the three tables
-
-    def __post_init__(self):
-        if not 0 < self.gb <= 1024:
-            raise ValueError(f"hosttable.gb must be above 0 and at most 1024, got {self.gb}")
-
-
-@dataclass(frozen=True)
-class Dispatch:
+class DispatchSizes:
     ranks: tuple[int, ...]
     rows: int  # of a step, a rank on average
 
     def __post_init__(self):
-        if not self.ranks or not all(2 <= n <= 64 for n in self.ranks):
-            raise ValueError(f"dispatch.ranks must each be 2 to 64, got {list(self.ranks)}")
-        at_least(1, self, ("rows",), "dispatch.")
+        some_ranks(self.ranks, "benches.dispatch.")
+        at_least(1, self, ("rows",), "benches.dispatch.")
 
 
 @dataclass(frozen=True)
-class Eplb:
-    """Of a trace: over how many ranks, and with which numbers of redundant slots; the first gives the figures."""
+class EplbSizes:
+    """``trace``: a routing.npz of eval=routing, None for synthetic streams. Of a trace: over how many ranks, and with
+    which numbers of redundant slots; the first gives the figures."""
 
+    trace: str | None
     ranks: int
     redundant: tuple[int, ...]
 
     def __post_init__(self):
-        at_least(1, self, ("ranks",), "eplb.")
+        at_least(1, self, ("ranks",), "benches.eplb.")
         if not self.redundant or any(n < 0 or n % self.ranks for n in self.redundant):
             raise ValueError(
-                f"eplb.redundant must each be a multiple of eplb.ranks {self.ranks}, got {list(self.redundant)}"
+                f"benches.eplb.redundant must each be a multiple of benches.eplb.ranks {self.ranks}, "
+                f"got {list(self.redundant)}"
             )
+
+
+@dataclass(frozen=True)
+class HostTableSizes:
+    gb: float  # of each of the three tables
+
+    def __post_init__(self):
+        if not 0 < self.gb <= 1024:
+            raise ValueError(f"benches.hosttable.gb must be above 0 and at most 1024, got {self.gb}")
+
+
+@dataclass(frozen=True)
+class Benches:
+    agree: AgreeSizes
+    dispatch: DispatchSizes
+    eplb: EplbSizes
+    hosttable: HostTableSizes
+
+
+def some_ranks(ranks: tuple[int, ...], where: str) -> None:
+    """Raise ValueError unless there are numbers of ranks that a machine can start."""
+    if not ranks or not all(2 <= n <= 64 for n in ranks):
+        raise ValueError(f"{where}ranks must each be 2 to 64, got {list(ranks)}")

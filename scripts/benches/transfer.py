@@ -19,12 +19,11 @@ from multiprocessing.connection import Connection
 from statistics import median
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from parallel import spans
 from parallel.offload import Offloaded
 from parallel.port import DONE, Link
+from scripts import report
 from scripts.build import Settings
 from scripts.progress import progress
 from serve.schedule.pages import Pages
@@ -243,10 +242,10 @@ def equal(link: Link, pipe: Connection, memory: list, name: str, pages: tuple[np
 
 
 def show(reads: dict[str, list[Read]], speed: dict[str, float]) -> None:
-    table = Table("form", "descriptors", "us a descriptor", "ms", "host ms", "tokens/s", "ratio")
+    rows = []
     for name, found in reads.items():
         took, host = median(r.seconds for r in found), median(r.host for r in found)
         n, ratio = found[0].descriptors, speed[name] / speed["rows"]
-        cells = (f"{n:,}", f"{took / n * 1e6:.2f}", f"{took * 1e3:.2f}", f"{host * 1e3:.2f}", f"{speed[name]:,.0f}")
-        table.add_row(name, *cells, f"{ratio:.1f}")
-    Console(width=110).print(table)
+        rows.append([name, n, took / n * 1e6, took * 1e3, host * 1e3, speed[name], ratio])
+    columns = ("form", "descriptors", "us a descriptor", "ms", "host ms", "tokens/s", "ratio")
+    report.table("transfer", columns, rows)

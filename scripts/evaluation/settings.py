@@ -65,13 +65,12 @@ class Agreement:
 @dataclass(frozen=True)
 class Routing:
     """A trace over ``prompts`` of ``prompt_tokens`` tokens, each then decoded for ``max_tokens`` tokens; balancedness
-    for each of ``ranks``. ``trace``: a routing.npz that bench=eplb reads, None for synthetic streams."""
+    for each of ``ranks``."""
 
     prompts: int
     prompt_tokens: int
     max_tokens: int
     ranks: tuple[int, ...]
-    trace: str | None
 
     def __post_init__(self):
         at_least(1, self, ("prompts", "prompt_tokens", "max_tokens"), "routing.")

@@ -6,7 +6,7 @@ import pytest
 from parallel.eplb import metric
 from parallel.eplb.policy import Slots
 from scripts.benches import eplb, streams
-from scripts.benches.sizes import Eplb
+from scripts.benches.sizes import EplbSizes
 from scripts.benches.streams import Size
 from scripts.evaluation import trace
 from scripts.evaluation.trace import Routing, Trace
@@ -33,7 +33,7 @@ def test_a_trace_is_cut_into_intervals(tmp_path):
     ids = np.stack([[rng.choice(16, 2, False, p / p.sum()) for _ in range(3)] for _ in range(800)]).astype(np.int16)
     part = Trace(ids, np.arange(0, 801, 10), np.zeros(800, np.int32), np.arange(800, dtype=np.int32), 16)
     trace.save(tmp_path / "routing.npz", Routing(np.array([800]), part))
-    parts = eplb.traced(tmp_path / "routing.npz", Eplb(4, (4, 16)), lambda n: None)
+    parts = eplb.traced(tmp_path / "routing.npz", EplbSizes(None, 4, (4, 16)), lambda n: None)
     judged, redundant = parts["target"]["trace, 4"]
     assert set(parts) == {"target"} and redundant == 4
     assert judged.before < 0.75 and judged.after > 0.8, "100 choices a layer and interval"

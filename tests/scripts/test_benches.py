@@ -7,11 +7,14 @@ from scripts.benches import admission, scheduler
 from serve.schedule.pages import chain
 
 
-def test_scheduler_bench_gives_its_keys(capsys):
+def test_scheduler_bench_gives_its_keys(tables):
     got = scheduler.run(None, batch=8, long=5000, steps=4, turns=2)
     for key in ("step_us_8", "step_us_8_855k", "step_us_8_drafts"):
         assert 0 < got[key] <= got[f"{key}_p99"]
-    assert "prompts of 855k" in capsys.readouterr().out
+    columns, rows = tables["scheduler"]
+    assert [row[0] for row in rows] == ["8, prompts of 1k", "8, prompts of 855k", "8, prompts of 1k, 4 drafts"]
+    assert [round(row[1], 1) for row in rows] == [got[f"step_us_8{kind}"] for kind in ("", "_855k", "_drafts")]
+    assert len(columns) == len(rows[0])
 
 
 def test_a_side_decodes_and_crosses_pages_a_few_at_a_time():
@@ -29,10 +32,11 @@ def test_a_side_decodes_and_crosses_pages_a_few_at_a_time():
     assert s.pages._blanks == 0, "every page taken was a cached one"
 
 
-def test_admission_bench_gives_its_keys(capsys):
+def test_admission_bench_gives_its_keys(tables):
     got = admission.run(None, tokens=3000, turns=2)
     assert {"admit_ms_855k_cold", "admit_ms_855k_hit", "baseline_ms", "ratio", "hash_ms_855k"} <= set(got)
-    assert "front end: hashing" in capsys.readouterr().out
+    columns, rows = tables["admission"]
+    assert columns[0] == "3,000 tokens" and [row[0] for row in rows] == ["cold", "hit", "front end: hashing"]
 
 
 @pytest.mark.parametrize("tokens", (256, 257, 1000))
