@@ -46,6 +46,7 @@ class Engine:
         self.sums = dict.fromkeys(("steps", "tokens", "drafted", "accepted", "device_seconds", "host_seconds"), 0)
         self._next: Plan | None = None
         self._leaving = self._stopping = False
+        self._told_idle = True
 
     async def run(self, pause: Callable) -> None:
         """Take steps while there is work, wait for mail when there is none, until `stop`. ``pause`` is awaited between
@@ -90,9 +91,12 @@ class Engine:
         self.scheduler.add(self.exchange.sort([m for m in messages if not isinstance(m, Bye)], now))
 
     def _tell(self, outputs: Outputs) -> None:
-        if outputs:
+        """Tell what there is; and once, when nothing is held any more, that it is so."""
+        idle = self.exchange.tick_s is None and not self.scheduler.pages.used
+        if outputs or (idle and not self._told_idle):
             outputs.stats.update(self.stats())
             self.mail.put(outputs)
+            self._told_idle = idle
 
     def _measure(self, drawn: Drawn, outputs: Outputs, seconds: float) -> None:
         took = {
