@@ -30,9 +30,11 @@ from scripts.bytetext import ByteText
 from scripts.evaluation.settings import Agreement, Evaluate, Needle, Routing
 from scripts.mapping import at_least, from_mapping, known
 from scripts.serving.api import Api
+from scripts.serving.group import Restart
 from scripts.serving.groups import Pool, build_pools
 from scripts.tracking import Track
 from scripts.workloads import Workload
+from serve.router.choice import RouterRules
 from serve.runner import Runner
 from serve.schedule.settings import Serve
 from serve.text import Text, normalise
@@ -42,6 +44,7 @@ CONF = ROOT / "conf"
 SHIPPED = ROOT / "model" / "checkpoints" / "tiny"
 RANDOM = "random"
 MAX_THREADS = 1024
+BESIDE = ("pools", "router", "restart")  # of the group serve, and not an engine's
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Settings:
     kernels: Kernels
     serve: Serve
     pools: Mapping[str, Pool]
+    router: RouterRules
+    restart: Restart
     track: Track
     api: Api
     workload: Workload
@@ -106,17 +111,19 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
     """Everything a script may use, from a composed config. ``overrides``: what the command line said, which tells a
     chosen model from the default one. Raises ValueError naming the key, its value and what would do."""
     values = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-    known(values, [f.name for f in fields(Settings) if f.name not in ("model_chosen", "pools")], "")
+    known(values, [f.name for f in fields(Settings) if f.name not in ("model_chosen", *BESIDE)], "")
     model = build_model_config(take_group(values, "model"))
     serving = dict(take_group(values, "serve"))
-    pools = serving.pop("pools", None)
+    beside = {name: serving.pop(name, None) for name in BESIDE}
     serve = from_mapping(Serve, serving, "serve.")
     made = {
         "model": model,
         "parallel": build_plan(take_group(values, "parallel"), model),
         "kernels": build_kernels(take_group(values, "kernels")),
         "serve": serve,
-        "pools": build_pools(pools, serve.handoff),
+        "pools": build_pools(beside["pools"], serve.handoff),
+        "router": from_mapping(RouterRules, beside["router"] or {}, "serve.router."),
+        "restart": from_mapping(Restart, beside["restart"] or {}, "serve.restart."),
         "track": from_mapping(Track, take_group(values, "track"), "track."),
         "api": from_mapping(Api, take_group(values, "api"), "api."),
         "workload": build_workload(take_group(values, "workload")),

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP to OpenAI's clients: `python -m scripts.server api.port=8000`. Ends on SIGTERM or Ctrl-C,
+"""Serve models over HTTP to OpenAI's clients: `python -m scripts.server api.port=8000`. Ends on SIGTERM or Ctrl-C,
 after what it has accepted; the result line is last.
 """
 
@@ -10,7 +10,10 @@ import signal
 import sys
 import time
 import uuid
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ from scripts import build, report
 from scripts.build import Settings
 from scripts.entry import entry
 from scripts.serving import engine as serving
-from scripts.serving.pool import Pool, engine_pool
+from scripts.serving.models import ServedModel, models_of
+from scripts.serving.pool import Engines, engine_pools
 from scripts.serving.process import Make
-from serve.api.app import Ports, Service, create_app
+from serve.api.app import create_app
 from serve.api.listen import bind, listen
+from serve.api.service import Behind, Offer, Ports, Service
 from serve.front import Bounds, Front
 from serve.metrics import Metrics
 from serve.wire.codec import Hello
@@ -47,59 +52,59 @@ def run(s: Settings, make: Make = make_engine) -> dict:
 async def serve(s: Settings, folder: Path, make: Make) -> dict:
     """Start, serve, drain. ``folder`` holds the resolved config.yaml. Raises ValueError for what cannot be served."""
     key, stops = s.api.key(), asyncio.Queue()
-    text = build.build_text(s, build.checkpoint_config(s))
+    served = models_of(s, folder / "config.yaml")
+    texts = [build.build_text(m.settings, build.checkpoint_config(m.settings)) for m in served]
     sock = bind(s.api.host, s.api.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stops.put_nowait, number)
-    started = time.monotonic()
-    async with engine_pool(folder / "config.yaml", make, s.parallel.world, serving.row_width(s.parallel)) as engine:
-        hello = await ready(engine, stops)
-        if hello is None:
-            return result(Metrics(), engine, started)
-        service = service_of(s, text, hello, key)
-        service.front.connect(engine.send)
+    started, metrics = time.monotonic(), Metrics()
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(engine_pools(m.settings, m.config, make, say)) for m in served]
+        hellos = await ready(engines, stops)
+        offers = tuple(map(partial(offer_of, s, metrics), served, texts, hellos or (), engines))
+        if not offers:
+            return result(offers, engines, started)
         end = asyncio.Event()
-        tasks = [
-            asyncio.create_task(engine.pump(service.front.deliver)),
-            asyncio.create_task(watch(engine, service.front)),
-            asyncio.create_task(listen(create_app(service), sock, end, ABORT_S)),
-        ]
-        announce(s, sock.getsockname()[1], service.model, folder)
+        app = create_app(service_of(s, offers, metrics, key))
+        tasks = [asyncio.create_task(watch(e, o)) for e, o in zip(engines, offers, strict=True)]
+        tasks.append(asyncio.create_task(listen(app, sock, end, ABORT_S)))
+        announce(s, sock.getsockname()[1], offers[0].name, folder)
         await next_stop(stops, tasks[-1])
-        await drain(service.front, stops, s.api.drain_s)
+        await drain([offer.front for offer in offers], stops, s.api.drain_s)
         end.set()
         await tasks[-1]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return result(service.metrics, engine, started)
+        return result(offers, engines, started)
 
 
-def service_of(s: Settings, text: Any, hello: Hello, key: str | None) -> Service:
-    bounds = Bounds(hello.vocab_size, hello.context, hello.page_size, s.serve.max_waiting, s.api.max_prompt_tokens)
-    metrics, chance = Metrics(), random.SystemRandom()
+def offer_of(s: Settings, metrics: Metrics, model: ServedModel, text: Any, hello: Hello, engines: Engines) -> Offer:
+    """A model whose engines are up, with its front end."""
+    waiting = model.settings.serve.max_waiting
+    bounds = Bounds(hello.vocab_size, hello.context, hello.page_size, waiting, s.api.max_prompt_tokens)
+    mine = metrics.model(model.name)
+    front = Front(bounds, time.monotonic, text.stream, mine)
+    front.connect(engines.router.send)
+    engines.connect(front.deliver)
+    return Offer(model.name, front, text, mine, Behind(engines.health, engines.stats, engines.router.stats))
+
+
+def service_of(s: Settings, offers: tuple[Offer, ...], metrics: Metrics, key: str | None) -> Service:
+    chance = random.SystemRandom()
     ports = Ports(time.time, lambda: uuid.uuid4().hex, lambda: chance.getrandbits(62))
-    return Service(
-        front=Front(bounds, time.monotonic, text.stream, metrics),
-        text=text,
-        model=s.api.model or Path(s.checkpoint).name,
-        metrics=metrics,
-        ports=ports,
-        key=key,
-        max_body_bytes=s.api.max_body_mb << 20,
-        body_timeout_s=s.api.body_timeout_s,
-        chat_tokens=s.api.chat_tokens,
-    )
+    limits = {"max_body_bytes": s.api.max_body_mb << 20, "body_timeout_s": s.api.body_timeout_s}
+    return Service(offers, metrics, ports, key, chat_tokens=s.api.chat_tokens, **limits)
 
 
-async def ready(engine: Pool, stops: asyncio.Queue) -> Hello | None:
-    """What the engine says when it is built; None if a signal comes first."""
-    hello, stop = asyncio.create_task(engine.hello()), asyncio.create_task(stops.get())
-    await asyncio.wait([hello, stop], return_when=asyncio.FIRST_COMPLETED)
+async def ready(engines: list[Engines], stops: asyncio.Queue) -> list[Hello] | None:
+    """What the engines of each model say when they are built; None if a signal comes first."""
+    hellos, stop = asyncio.gather(*(e.hello() for e in engines)), asyncio.create_task(stops.get())
+    await asyncio.wait([hellos, stop], return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
-    if hello.done():
-        return hello.result()
-    hello.cancel()
+    if hellos.done():
+        return hellos.result()
+    hellos.cancel()
     return None
 
 
@@ -113,28 +118,28 @@ async def next_stop(stops: asyncio.Queue, server: asyncio.Task) -> None:
         raise OSError("the HTTP server ended by itself")
 
 
-async def watch(engine: Pool, front: Front) -> None:
-    """When the engine dies, every open request is told."""
-    reason = await asyncio.shield(engine.died)
-    await asyncio.sleep(0.1)  # for its last words to arrive
-    say(reason)
-    front.fail(reason)
+async def watch(engines: Engines, offer: Offer) -> None:
+    """When no engine of a model is left, every open request is told."""
+    offer.front.fail(await asyncio.shield(engines.died))
 
 
-async def drain(front: Front, stops: asyncio.Queue, seconds: float) -> None:
+async def drain(fronts: list[Front], stops: asyncio.Queue, seconds: float) -> None:
     """Take nothing more, finish what was accepted, abort what is left after ``seconds`` or a second signal."""
-    if not front.failed:
-        front.close("the server is shutting down")
-    say(f"draining: {front.open} open")
-    idle, again = asyncio.create_task(front.idle()), asyncio.create_task(stops.get())
+    for front in fronts:
+        if not front.failed:
+            front.close("the server is shutting down")
+    say(f"draining: {sum(f.open for f in fronts)} open")
+    idle, again = asyncio.gather(*(f.idle() for f in fronts)), asyncio.create_task(stops.get())
     await asyncio.wait([idle, again], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     again.cancel()
     if not idle.done():
-        say(f"aborting {front.open}")
-        front.abort_all()
+        say(f"aborting {sum(f.open for f in fronts)}")
+        for front in fronts:
+            front.abort_all()
         await asyncio.wait([idle], timeout=ABORT_S)
-    if not idle.done():
-        front.fail("the server has shut down")
+    for front in fronts:
+        if front.open:
+            front.fail("the server has shut down")
     idle.cancel()
 
 
@@ -154,19 +159,23 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def result(metrics: Metrics, engine: Pool, started: float) -> dict:
-    """``failed``: the engine died while it was needed."""
-    ended = metrics.finishes
+def result(offers: Sequence[Offer], engines: list[Engines], started: float) -> dict:
+    """``restarts``: of groups of engines; ``failed``: models of which no engine was left."""
+    sums = Counter()
+    for offer in offers:
+        sums.update(offer.metrics.totals)
+        sums.update(offer.metrics.finishes)
     return {
-        "requests": metrics.totals["requests"],
-        "tokens": metrics.totals["completion_tokens"],
-        "prompt_tokens": metrics.totals["prompt_tokens"],
-        "cached_tokens": metrics.totals["cached_tokens"],
-        "completed": ended.get("stop", 0) + ended.get("length", 0),
-        "aborted": ended.get("abort", 0),
-        "errors": ended.get("error", 0),
-        "malformed": engine.malformed,
-        "failed": int(engine.died.done()),
+        "requests": sums["requests"],
+        "tokens": sums["completion_tokens"],
+        "prompt_tokens": sums["prompt_tokens"],
+        "cached_tokens": sums["cached_tokens"],
+        "completed": sums["stop"] + sums["length"],
+        "aborted": sums["abort"],
+        "errors": sums["error"],
+        "malformed": sum(e.malformed for e in engines),
+        "restarts": sum(e.restarts for e in engines),
+        "failed": sum(e.died.done() for e in engines),
         "seconds": time.monotonic() - started,
     }
 

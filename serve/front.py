@@ -60,6 +60,7 @@ class Event:
     replayed_tokens: int = 0
     completion_tokens: int = 0
     message: str = ""  # of an error
+    unavailable: bool = False  # the error is not the request's fault
 
 
 @dataclass(eq=False)
@@ -157,10 +158,12 @@ class Front:
         priority: int = 0,
         limit: int | None = None,
         hashes: list[bytes] | None = None,
+        session: str = "",
     ) -> Stream:
         """n completions of one prompt [t] int32; see `submit_all`."""
         stops = Stops(tuple(stop), tuple(kept_stop_ids), include_stop, sampling.min_tokens)
-        return self.submit_all([tokens], sampling, stops, n, priority, limit, None if hashes is None else [hashes])
+        names = None if hashes is None else [hashes]
+        return self.submit_all([tokens], sampling, stops, n, priority, limit, names, session)
 
     def submit_all(
         self,
@@ -171,9 +174,10 @@ class Front:
         priority: int = 0,
         limit: int | None = None,
         hashes: Sequence[list[bytes]] | None = None,
+        session: str = "",
     ) -> Stream:
         """n completions of each prompt, or none at all. ``limit`` cuts completions shorter than ``max_tokens`` (0 is
-        allowed); ``hashes`` of the prompts' pages save making them here.
+        allowed); ``hashes`` of the prompts' pages save making them here; ``session``: see `Ask`.
 
         Raises BadField, Busy or Closed before anything is sent.
         """
@@ -193,7 +197,7 @@ class Front:
                 part = Part(next(self._handles), i * n + j, len(prompt), writer, stream, now)
                 self._begin(part)
                 seeded = replace(sampling, seed=_seed(sampling.seed + j))
-                self._send(Ask(part.handle, prompt, names, seeded, priority))
+                self._send(Ask(part.handle, prompt, names, seeded, priority, session=session))
         return stream
 
     def check(self, prompt: np.ndarray, sampling: Sampling) -> None:
@@ -307,6 +311,7 @@ class Front:
             replayed_tokens=finish.replayed_tokens,
             completion_tokens=part.writer.count,
             message=finish.message,
+            unavailable=finish.unavailable,
         )
 
     # --- the end ---
@@ -319,7 +324,7 @@ class Front:
         """The engine is gone: every open completion ends with an error."""
         self.closed, self.failed = message, True
         for part in list(self._open.values()):
-            self._finish(part, Finish(part.handle, "error", message=message))
+            self._finish(part, Finish(part.handle, "error", message=message, unavailable=True))
 
     def abort_all(self) -> None:
         for part in list(self._open.values()):

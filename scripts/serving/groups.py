@@ -8,7 +8,14 @@ from scripts.mapping import from_mapping
 from serve.disagg.handoff import Rules
 
 ROLES = ("prefill", "decode", "both")
-SHARED = ("page_size", "handoff", "pools", "max_waiting")  # of all pools: pages are named by what a page holds
+SHARED = (
+    "page_size",
+    "handoff",
+    "pools",
+    "max_waiting",
+    "router",
+    "restart",
+)  # of all pools: pages are named by what a page holds
 
 
 @dataclass(frozen=True)

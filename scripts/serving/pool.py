@@ -1,78 +1,138 @@
-"""The engine processes of a plan, one a rank, as one engine: each request goes to the rank with the fewest open."""
+"""All engines of a model: groups of processes behind one router. It lives as long as one group does."""
 
 import asyncio
-import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from parallel.agree import node
-from parallel.mesh import Seat
-from scripts.serving.process import EngineProcess, Make, engine_process
-from serve.lockstep import WIDTH
+from omegaconf import OmegaConf
+
+from scripts.build import Settings
+from scripts.serving.engine import row_width
+from scripts.serving.group import Group, Start, Told
+from scripts.serving.groups import ONE, Pool
+from scripts.serving.process import Make
 from serve.request import Abort, Ask, Outputs
+from serve.router.fleet import Post
+from serve.router.router import Router
 from serve.wire.codec import Hello
 
+TICK_S = 0.25  # between two looks at who has waited too long
 
-class Pool:
-    """As `EngineProcess`. Ranks share every step, so that the death of one ends all."""
 
-    def __init__(self, ranks: list[EngineProcess]):
-        self._ranks = ranks
-        self._open = [0] * len(ranks)
-        self._rank_of: dict[int, int] = {}
-        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        for rank, engine in enumerate(ranks):
-            engine.died.add_done_callback(lambda done, rank=rank: self._gone(rank, done.result()))
+class Engines:
+    """``died`` is done, with a reason, when no group is left and none will start again."""
 
-    def _gone(self, rank: int, reason: str) -> None:
-        if not self.died.done():
-            self.died.set_result(reason if len(self._ranks) == 1 else f"rank {rank}: {reason}")
+    def __init__(self, s: Settings, config: Path, make: Make, post: str, say: Callable[[str], None]):
+        loop, self._say = asyncio.get_running_loop(), say
+        self.groups: dict[str, Group] = {}
+        self._deliver: Callable[[Outputs], None] = lambda outputs: None
+        posts, starts = [], []
+        for name, pool in s.pools.items():
+            size = pool.dp or s.parallel.world
+            written = pool_config(config, name, pool)
+            for group in (f"{name}{i}" for i in range(pool.groups)):
+                posts += [Post(f"{group}.{rank}", group, pool.role) for rank in range(size)]
+                starts.append(Start(group, written, make, size, row_width(s.parallel), post))
+        front = lambda outputs: self._deliver(outputs)  # noqa: E731
+        self.router = Router(posts, s.router, s.serve.page_size, self._to_engine, front, loop.time)
+        told = Told(self._joined, self._lost, self.router.deliver)
+        self.groups = {start.name: Group(start, s.restart, told) for start in starts}
+        self._group_of = {post.name: self.groups[post.group] for post in posts}
+        self.died: asyncio.Future[str] = loop.create_future()
+
+    def _to_engine(self, name: str, message: Ask | Abort) -> None:
+        self._group_of[name].engine(name).wire.send(message)
+
+    def _joined(self, group: str) -> None:
+        if self.groups[group].lives > 1:
+            self._say(f"{group} is up again")
+        self.router.joined(group)
+
+    def _lost(self, group: str, reason: str) -> None:
+        self._say(reason)
+        self.router.lost(group, reason)
+
+    def connect(self, deliver: Callable[[Outputs], None]) -> None:
+        """``deliver`` gets what is told of the requests that the router was sent."""
+        self._deliver = deliver
+
+    async def hello(self) -> Hello:
+        """What fits all engines, once every group is up. Raises ValueError where one could not be built."""
+        hellos = await asyncio.gather(*(asyncio.shield(g.hello) for g in self.groups.values()))
+        return Hello(hellos[0].vocab_size, min(h.context for h in hellos), hellos[0].page_size)
+
+    async def run(self) -> None:
+        """Until cancelled. A group that is gone is done without, the last one is told to all."""
+        groups = [asyncio.create_task(g.run()) for g in self.groups.values()]
+        tick = asyncio.create_task(self._tick())
+        try:
+            await asyncio.gather(*groups)
+            if all(g.gone.done() for g in self.groups.values()):
+                reason = "; ".join(dict.fromkeys(g.reason for g in self.groups.values()))
+                self.router.give_up(reason)
+                self.died.set_result(reason)
+        finally:
+            for task in (*groups, tick):
+                task.cancel()
+            await asyncio.gather(*groups, tick, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.router.tick()
 
     @property
     def malformed(self) -> int:
-        return sum(r.wire.malformed for r in self._ranks)
+        return sum(rank.wire.malformed for group in self.groups.values() for rank in group.ranks)
 
-    async def hello(self) -> Hello:
-        """What all ranks say when they are ready. Raises ValueError where one could not be built."""
-        return (await asyncio.gather(*(r.hello() for r in self._ranks)))[0]
+    @property
+    def restarts(self) -> int:
+        return sum(max(0, group.lives - 1) for group in self.groups.values())
 
-    def send(self, message: Ask | Abort) -> None:
-        if isinstance(message, Ask):
-            rank = min(range(len(self._ranks)), key=self._open.__getitem__)
-            self._rank_of[message.handle] = rank
-            self._open[rank] += 1
-        else:
-            rank = self._rank_of.get(message.handle)
-        if rank is not None:
-            self._ranks[rank].wire.send(message)
+    def health(self) -> dict[str, str]:
+        """Each group's state."""
+        return {name: group.state for name, group in self.groups.items()}
 
-    async def pump(self, deliver: Callable[[Outputs], None]) -> None:
-        """Hand outputs on until cancelled."""
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Each engine's latest figures."""
+        return {member.name: member.stats for member in self.router.fleet if member.alive}
 
-        def note(outputs: Outputs) -> None:
-            for finish in outputs.finished:
-                rank = self._rank_of.pop(finish.handle, None)
-                if rank is not None:
-                    self._open[rank] -= 1
-            deliver(outputs)
 
-        await asyncio.gather(*(r.pump(note) for r in self._ranks))
-
-    async def end(self) -> None:
-        await asyncio.gather(*(r.end() for r in self._ranks))
+def pool_config(config: Path, name: str, pool: Pool) -> Path:
+    """The config file of a pool's engines, written beside ``config`` as config-NAME.yaml."""
+    if pool is ONE.get(name):
+        return config
+    values = OmegaConf.load(config)
+    if pool.dp is not None:
+        axes = OmegaConf.select(values, "parallel.axes", default={})
+        whole = axes.get("dp")
+        for axis in axes:
+            if axes[axis] == whole:
+                OmegaConf.update(values, f"parallel.axes.{axis}", pool.dp)
+    values = OmegaConf.merge(values, {"serve": {**pool.serve, "pools": None}})
+    written = config.with_name(f"{config.stem}-{name}.yaml")
+    OmegaConf.save(values, written)
+    return written
 
 
 @asynccontextmanager
-async def engine_pool(config: Path, make: Make, size: int, width: int = WIDTH) -> AsyncIterator[Pool]:
-    """``size`` processes, each with its seat; all are gone afterwards. ``width``: of the rows by which they agree."""
-    with tempfile.TemporaryDirectory(prefix="racklab-") as folder:
-        board = node.create(size, width)
-        async with AsyncExitStack() as stack:
-            seats = [Seat(rank, size, os.path.join(folder, "ranks"), board.address) for rank in range(size)]
-            pool = Pool([await stack.enter_async_context(engine_process(config, make, seat)) for seat in seats])
-            try:
-                yield pool
-            finally:
-                await pool.end()
+async def engine_pools(s: Settings, config: Path, make: Make, say: Callable[[str], None]) -> AsyncIterator[Engines]:
+    """The engines of a resolved config file, which ``s`` is built from; all are gone afterwards. ``say`` is told of
+    deaths and new lives."""
+    with tempfile.TemporaryDirectory(prefix="racklab-") as post:  # mode 0700
+        engines = Engines(s, config, make, post, say)
+        run = asyncio.create_task(engines.run())
+        run.add_done_callback(lambda done: _told(engines, done))
+        try:
+            yield engines
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+
+
+def _told(engines: Engines, done: asyncio.Task) -> None:
+    """Our own slip in the care for engines is no reason to go on as if they were there."""
+    if not done.cancelled() and done.exception() is not None and not engines.died.done():
+        engines.died.set_result(f"{type(done.exception()).__name__}: {done.exception()}")

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from parallel import mesh
-from parallel.mesh import ALONE, Seat
+from parallel.mesh import Seat
 from serve.request import Bye
-from serve.wire.codec import Failed, Hello
+from serve.wire.codec import Failed, Hello, Ping, Pong
 from serve.wire.pair import EngineWire, FrontWire
 
 END_S = 10.0  # for an engine that was told to end, before it is killed
+LOOKS = 4  # at a silent engine, before it counts as dead: time in which this process did not run is not held against it
 
 # (resolved config file, its side of the wire, its seat) -> an engine with `async run(pause)`, and what fits it. A
 # function that a new process can import.
@@ -60,6 +61,8 @@ class EngineProcess:
         self._process, self.wire = process, wire
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reason = ""
+        self._built = False
+        self._pong = asyncio.Event()
         asyncio.get_running_loop().add_reader(process.sentinel, self._gone)
 
     def _gone(self) -> None:
@@ -78,6 +81,7 @@ class EngineProcess:
         finally:
             first.cancel()
         if isinstance(message, Hello):
+            self._built = True
             return message
         if isinstance(message, Failed):
             raise ValueError(message.message.partition(": ")[2] if message.users else message.message)
@@ -89,29 +93,47 @@ class EngineProcess:
         def sort(message) -> None:
             if isinstance(message, Failed):
                 self._reason = message.message
+            elif isinstance(message, Pong):
+                self._pong.set()
             else:
                 deliver(message)
 
         await self.wire.pump(sort)
 
-    async def end(self) -> None:
-        """Tell it to end; kill it if it does not."""
-        if not self.died.done():
-            self.wire.send(Bye())
-            await asyncio.wait([self.died], timeout=END_S)
+    async def watch(self, silent_s: float) -> None:
+        """Kill it when it does not answer for ``silent_s`` between two steps: it hangs, or was stopped."""
+        while True:
+            self._pong.clear()
+            self.wire.send(Ping())
+            for _ in range(LOOKS):
+                await asyncio.sleep(silent_s / LOOKS)
+                if self._pong.is_set():
+                    break
+            else:
+                self._reason = self._reason or f"no sign of life for {silent_s:g} s"
+                return self._process.kill()
+
+    async def kill(self) -> None:
         if not self.died.done():
             self._process.kill()
-            await self.died
+            await asyncio.wait([self.died])
+
+    async def end(self) -> None:
+        """Tell it to end; kill it if it does not, or is still being built."""
+        if not self.died.done() and self._built:
+            self.wire.send(Bye())
+            await asyncio.wait([self.died], timeout=END_S)
+        await self.kill()
 
 
 @asynccontextmanager
-async def engine_process(config: Path, make: Make, seat: Seat = ALONE) -> AsyncIterator[EngineProcess]:
+async def engine_process(config: Path, make: Make, seat: Seat) -> AsyncIterator[EngineProcess]:
     """A process started by spawn, with its socket in a private folder; both are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="racklab-") as folder:  # mode 0700
         address = f"ipc://{folder}/engine"
         wire = FrontWire(address)
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=engine_main, args=(config, address, make, seat), name="engine", daemon=True)
+        process = context.Process(target=engine_main, args=(config, address, make, seat), name=seat.name, daemon=True)
         process.start()
         engine = EngineProcess(process, wire)
         try:

@@ -1,13 +1,12 @@
 """The HTTP server: OpenAI's completions and chat, models, health, metrics, tokenize and detokenize.
 
-Requests go to one front end; a client that goes away aborts its own. Clock, ids and chance are passed in (`Ports`).
+A request goes to the front end of its model; a client that goes away aborts its own. Clock, ids and chance are passed
+in (serve/api/service.py).
 """
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import StarletteHTTPException as HTTPException
@@ -19,36 +18,14 @@ from serve.api.answer import Answer, dump, sse
 from serve.api.asked import Asked
 from serve.api.body import ApiError, Body, parse
 from serve.api.connection import EventStream, Gone, while_there
+from serve.api.service import Offer, Service
 from serve.front import BadField, Busy, Closed, Event, Front, Stream
-from serve.metrics import CONTENT_TYPE, Metrics
+from serve.metrics import CONTENT_TYPE
 from serve.schedule.pages import chain
 
 INLINE_BYTES = 1 << 16  # bodies over it are tokenized and hashed by a thread
 OPEN_PATHS = ("/health",)
-
-
-@dataclass(frozen=True)
-class Ports:
-    """What `serve/` does not make itself."""
-
-    now: Callable[[], float]  # seconds since the epoch
-    new_id: Callable[[], str]
-    seed: Callable[[], int]  # for a request that names none
-
-
-@dataclass(frozen=True)
-class Service:
-    """What the server serves. ``text`` is the tokenizer; ``key`` None lets everybody in."""
-
-    front: Front
-    text: Any
-    model: str
-    metrics: Metrics
-    ports: Ports
-    key: str | None = None
-    max_body_bytes: int = 32 << 20
-    body_timeout_s: float = 60.0
-    chat_tokens: int = 1024  # of a chat completion that names no limit
+MAX_SESSION = 256  # characters
 
 
 # --- requests ---
@@ -77,30 +54,35 @@ async def body_of(service: Service, request: Request) -> Body:
     return body
 
 
-def check_model(service: Service, body: Body) -> None:
-    model = body.text("model")
-    if model is not None and model != service.model:
-        raise ApiError(404, f"no model {model!r}; this server has {service.model!r}", "model", "model_not_found")
+def offer_of(service: Service, body: Body) -> Offer:
+    """The model that a body names. Raises ApiError if there is none."""
+    return service.offer(body.text("model"))
 
 
-async def asked_of(service: Service, body: Body, chat: bool) -> tuple[Asked, list[list[bytes]]]:
+def session_of(request: Request, body: Body) -> str:
+    """What a client says that its requests have in common, as plain characters; empty if it says nothing."""
+    said = (request.headers.get("x-session-affinity"), body.take("prompt_cache_key"), body.take("user"))
+    first = next((s for s in said if isinstance(s, str) and s), "")
+    return first[:MAX_SESSION].encode("ascii", "backslashreplace").decode()
+
+
+async def asked_of(service: Service, offer: Offer, body: Body, chat: bool) -> tuple[Asked, list[list[bytes]]]:
     """What a body asks for, and the page hashes of its prompts; long ones are left to a thread."""
-    check_model(service, body)
-    front, seed = service.front, service.ports.seed()
+    front, text, seed = offer.front, offer.text, service.ports.seed()
 
     def work():
         if chat:
-            asked = read.chat(body, service.text, front.bounds, seed, service.chat_tokens)
+            asked = read.chat(body, text, front.bounds, seed, service.chat_tokens)
         else:
-            asked = read.completion(body, service.text, front.bounds, seed)
+            asked = read.completion(body, text, front.bounds, seed)
         return asked, [chain(p, front.bounds.page_size) for p in asked.prompts]
 
     return await asyncio.to_thread(work) if body.size > INLINE_BYTES else work()
 
 
-def submit(front: Front, asked: Asked, hashes: list[list[bytes]]) -> Stream:
+def submit(front: Front, asked: Asked, hashes: list[list[bytes]], session: str) -> Stream:
     """Hand the request on. Raises ApiError where the front end refuses."""
-    how = (asked.sampling, asked.stops, asked.n, asked.priority, asked.limit, hashes)
+    how = (asked.sampling, asked.stops, asked.n, asked.priority, asked.limit, hashes, session)
     try:
         return front.submit_all(asked.prompts, *how)
     except BadField as error:
@@ -113,29 +95,32 @@ def submit(front: Front, asked: Asked, hashes: list[list[bytes]]) -> Stream:
         raise ApiError(503, str(error), code="unavailable", retry=10) from None
 
 
-def failure(front: Front, event: Event) -> ApiError:
+def failure(event: Event) -> ApiError:
     """The error of a completion that ended with one: the engine refused it, or is gone."""
-    return ApiError(503, event.message, code="unavailable", retry=10) if front.failed else ApiError(400, event.message)
+    if event.unavailable:
+        return ApiError(503, event.message, code="unavailable", retry=10)
+    return ApiError(400, event.message)
 
 
 async def complete(service: Service, request: Request, chat: bool) -> Response:
     body = await body_of(service, request)
-    if service.front.closed is not None:
-        raise ApiError(503, service.front.closed, code="unavailable", retry=10)
-    asked, hashes = await asked_of(service, body, chat)
-    stream = submit(service.front, asked, hashes)
+    offer, session = offer_of(service, body), session_of(request, body)
+    if offer.front.closed is not None:
+        raise ApiError(503, offer.front.closed, code="unavailable", retry=10)
+    asked, hashes = await asked_of(service, offer, body, chat)
+    stream = submit(offer.front, asked, hashes, session)
     kind = "chatcmpl" if chat else "cmpl"
-    head = {"id": f"{kind}-{service.ports.new_id()}", "created": int(service.ports.now()), "model": service.model}
-    answer = Answer(asked, service.text, head)
+    head = {"id": f"{kind}-{service.ports.new_id()}", "created": int(service.ports.now()), "model": offer.name}
+    answer = Answer(asked, offer.text, head)
     if asked.stream:
-        return EventStream(chunks(service.front, stream, answer), stream.close)
+        return EventStream(chunks(stream, answer), stream.close)
     try:
         events = await while_there(request.receive, collect(stream))
     finally:
         stream.close()
     wrong = next((e for e in events if e.finish == "error"), None)
     if wrong is not None:
-        raise failure(service.front, wrong)
+        raise failure(wrong)
     return json_response(answer.whole(events))
 
 
@@ -143,13 +128,13 @@ async def collect(stream: Stream) -> list[Event]:
     return [event async for event in stream]
 
 
-async def chunks(front: Front, stream: Stream, answer: Answer) -> AsyncIterator[bytes]:
+async def chunks(stream: Stream, answer: Answer) -> AsyncIterator[bytes]:
     """The server-sent events of a completion. An error ends them, as it cannot change the status any more."""
     for chunk in answer.first():
         yield sse(chunk)
     async for event in stream:
         if event.finish == "error":
-            yield sse(failure(front, event).body())
+            yield sse(failure(event).body())
             break
         yield sse(answer.news(event))
     else:
@@ -191,8 +176,6 @@ def create_app(service: Service) -> FastAPI:
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    front, text = service.front, service.text
-
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await complete(service, request, chat=False)
@@ -203,53 +186,49 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [model_card(service)]})
+        return json_response({"object": "list", "data": [model_card(offer) for offer in service.offers]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        check_model(service, Body({"model": name}))
-        return json_response(model_card(service))
+        return json_response(model_card(service.offer(name)))
 
     @app.get("/health")
     async def health() -> Response:
-        closed = front.closed
-        return json_response(
-            {"status": closed or "ok", "open": front.open, "waiting": front.waiting}, 503 if closed else 200
-        )
+        told = service.health()
+        return json_response(told, 200 if told["status"] in ("ok", "degraded") else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.render(front.open, front.waiting, front.stats), media_type=CONTENT_TYPE)
+        return Response(service.metrics.render([o.seen() for o in service.offers]), media_type=CONTENT_TYPE)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await body_of(service, request)
-        check_model(service, body)
-        return json_response(await asyncio.to_thread(tokenized, service, body))
+        return json_response(await asyncio.to_thread(tokenized, offer_of(service, body), body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = await body_of(service, request)
-        check_model(service, body)
+        text = offer_of(service, body).text
         ids = read.tokens(body, text)
         body.done()
         return json_response({"prompt": text.decode(ids.tolist())})
 
 
-def model_card(service: Service) -> dict:
-    card = {"id": service.model, "object": "model", "created": 0, "owned_by": "racklab"}
-    return card | {"max_model_len": service.front.bounds.context}
+def model_card(offer: Offer) -> dict:
+    card = {"id": offer.name, "object": "model", "created": 0, "owned_by": "racklab"}
+    return card | {"max_model_len": offer.front.bounds.context}
 
 
-def tokenized(service: Service, body: Body) -> dict:
+def tokenized(offer: Offer, body: Body) -> dict:
     """The answer of /tokenize, for ``prompt`` (with ``add_special_tokens``) or ``messages``."""
     prompt, special = body.text("prompt"), body.flag("add_special_tokens", True)
     if prompt is None:
-        ids = read.messages(body, service.text).tolist()
+        ids = read.messages(body, offer.text).tolist()
     else:
-        ids = service.text.prompt(prompt) if special else service.text.encode(prompt)
+        ids = offer.text.prompt(prompt) if special else offer.text.encode(prompt)
     body.done()
-    return {"tokens": ids, "count": len(ids), "max_model_len": service.front.bounds.context}
+    return {"tokens": ids, "count": len(ids), "max_model_len": offer.front.bounds.context}
 
 
 class Guard:

@@ -35,6 +35,16 @@ class Failed:
     users: bool
 
 
+@dataclass(frozen=True)
+class Ping:
+    """Are you alive? An engine answers between two steps."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    pass
+
+
 KINDS: dict[bytes, type] = {
     b"ask": Ask,
     b"abort": Abort,
@@ -42,6 +52,8 @@ KINDS: dict[bytes, type] = {
     b"outputs": Outputs,
     b"hello": Hello,
     b"failed": Failed,
+    b"ping": Ping,
+    b"pong": Pong,
 }
 # A letter is told by what is in it: each kind of body has an envelope of its own.
 LETTERS: dict[bytes, type] = {
@@ -50,7 +62,7 @@ LETTERS: dict[bytes, type] = {
     )
     for cls in get_args(Body)
 }
-TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"bye"), (b"outputs", b"hello", b"failed")
+TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"bye", b"ping"), (b"outputs", b"hello", b"failed", b"pong")
 
 
 class _Encoder:

@@ -7,7 +7,7 @@ import zmq
 import zmq.asyncio
 
 from serve.request import Abort, Ask, Bye, Outputs
-from serve.wire.codec import TO_ENGINE, TO_FRONT, Failed, Hello, decode, encode
+from serve.wire.codec import TO_ENGINE, TO_FRONT, Failed, Hello, Ping, Pong, decode, encode
 
 
 def buffers(frames: list[zmq.Frame]) -> list[memoryview]:
@@ -38,7 +38,7 @@ class EngineWire:
         self._poller.register(inbox, zmq.POLLIN)
 
     def take(self) -> list[Ask | Abort | Bye]:
-        """Everything that has come since the last call, in order."""
+        """Everything that has come since the last call, in order; a Ping is answered here."""
         taken: list[Ask | Abort | Bye] = []
         while self._socket.poll(0):
             try:
@@ -46,14 +46,17 @@ class EngineWire:
             except ValueError:
                 self.malformed += 1
                 continue
-            taken.append(message)
+            if isinstance(message, Ping):
+                self.put(Pong())
+            else:
+                taken.append(message)
         return taken
 
     async def wait(self, timeout: float | None = None) -> None:
         """Return once there is something to take, or after ``timeout`` seconds."""
         self._poller.poll(None if timeout is None else timeout * 1e3)
 
-    def put(self, message: Outputs | Hello | Failed) -> None:
+    def put(self, message: Outputs | Hello | Failed | Pong) -> None:
         self._socket.send_multipart(encode(message), copy=False)
 
     def close(self) -> None:
@@ -71,13 +74,13 @@ class FrontWire:
         self.malformed = 0
         self.undelivered = 0
 
-    def send(self, message: Ask | Abort | Bye) -> None:
+    def send(self, message: Ask | Abort | Bye | Ping) -> None:
         """Raises ValueError for a message over the size limit."""
         sent = self._socket.send_multipart(encode(message), flags=zmq.NOBLOCK, copy=False)
         if sent.done() and sent.exception() is not None:
             self.undelivered += 1
 
-    async def receive(self) -> Outputs | Hello | Failed:
+    async def receive(self) -> Outputs | Hello | Failed | Pong:
         """The next message that is one."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
@@ -86,7 +89,7 @@ class FrontWire:
             except ValueError:
                 self.malformed += 1
 
-    async def pump(self, deliver: Callable[[Outputs | Failed], None]) -> None:
+    async def pump(self, deliver: Callable[[Outputs | Failed | Pong], None]) -> None:
         """Hand every message but a Hello to ``deliver``, until cancelled."""
         while True:
             message = await self.receive()

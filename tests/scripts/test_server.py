@@ -6,82 +6,21 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import httpx
 import pytest
-from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from scripts import server
-from scripts.build import Settings, build_settings
-from scripts.entry import CONF
 from scripts.serving.api import Api
+from scripts.serving.group import Restart
+from tests.scripts.live import composed, live, settings
 from tests.serve import fake_server
 
 ROOT = Path(__file__).parents[2]
 ASK = {"prompt": "abc", "max_tokens": 5}
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
-
-
-@cache
-def settings() -> Settings:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return build_settings(compose("config", overrides=["api.port=0"]))
-
-
-class Live:
-    """A server of this process, its engine in another. ``later`` is a request under way."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    async def listening(self) -> None:
-        file = self.folder / "server.json"
-        while not file.is_file():
-            await asyncio.sleep(0.02)
-        self.http = httpx.AsyncClient(base_url=json.loads(file.read_text())["url"], timeout=30)
-
-    async def post(self, body: dict, **how) -> httpx.Response:
-        return await self.http.post("/v1/completions", json=body, **how)
-
-    async def health(self) -> dict:
-        return (await self.http.get("/health")).json()
-
-    async def later(self, body: dict) -> asyncio.Task:
-        task = asyncio.create_task(self.post(body))
-        while not (await self.health())["open"]:
-            await asyncio.sleep(0.01)
-        return task
-
-    async def closing(self) -> None:
-        while (await self.health())["status"] == "ok":
-            await asyncio.sleep(0.01)
-
-
-def live(folder: Path, scenario, config: str = "", **api) -> dict:
-    """The server's result after ``scenario(live)``, which ends with a signal."""
-    (folder / "config.yaml").write_text(config)
-    s = replace(settings(), api=replace(settings().api, **api))
-
-    async def play() -> None:
-        it = Live(folder)
-        await it.listening()
-        try:
-            await scenario(it)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await it.http.aclose()
-
-    async def both() -> dict:
-        async with asyncio.timeout(60):
-            run, played = server.serve(s, folder, fake_server.make_engine), asyncio.create_task(play())
-            result = await run
-            await played
-            return result
-
-    return asyncio.run(both())
 
 
 @pytest.mark.medium
@@ -108,7 +47,7 @@ def test_the_deadline_aborts_with_usage_so_far(tmp_path):
         answer = (await long).json()
         assert answer["choices"][0]["finish_reason"] == "abort" and 0 < answer["usage"]["completion_tokens"] < 400
 
-    result = live(tmp_path, scenario, drain_s=0.2)
+    result = live(tmp_path, scenario, api={"drain_s": 0.2})
     assert (result["completed"], result["aborted"]) == (0, 1)
 
 
@@ -135,7 +74,7 @@ def test_an_engine_that_dies_is_told_to_all(config, why, tmp_path):
         assert answer.status_code == 503 and why in answer.json()["error"]["message"]
         assert why in (await it.health())["status"] and (await it.post(ASK)).status_code == 503
 
-    result = live(tmp_path, scenario, config)
+    result = live(tmp_path, scenario, config, restart=Restart(enabled=False))
     assert (result["errors"], result["failed"]) == (1, 1)
 
 
@@ -154,7 +93,7 @@ def test_the_key_and_the_name(tmp_path):
         assert (await it.post(ASK)).status_code == 401
         assert (await it.post(ASK, headers={"authorization": "Bearer secret"})).json()["model"] == "mine"
 
-    live(tmp_path, scenario, key_file=str(tmp_path / "key"), model="mine")
+    live(tmp_path, scenario, api={"key_file": str(tmp_path / "key"), "model": "mine"})
 
 
 @pytest.mark.medium
@@ -175,6 +114,23 @@ def test_the_program(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text()) == result
 
 
+@pytest.mark.medium
+def test_two_models_have_engines_and_settings_of_their_own(tmp_path):
+    config = OmegaConf.to_yaml(composed(), resolve=True)
+
+    async def scenario(it):
+        for model, text in (("first", "Hello"), ("second", "0 1 2")):
+            answer = (await it.post(ASK | {"model": model})).json()
+            assert answer["model"] == model and answer["choices"][0]["text"].startswith(text)
+        assert {m["id"]: m["max_model_len"] for m in (await it.http.get("/v1/models")).json()["data"]} == {
+            "first": 512, "second": 512}  # fmt: skip
+        assert OmegaConf.load(tmp_path / "second" / "config.yaml").serve.pages == 16
+
+    models = {"first": {}, "second": {"max_tokens": 16, "serve": {"pages": 16}}}
+    result = live(tmp_path, scenario, config, api={"models": models})
+    assert result["completed"] == 2
+
+
 GOOD = {"host": "127.0.0.1", "port": 0, "model": None, "key_file": None, "without_key": False, "max_body_mb": 1}
 GOOD |= {"body_timeout_s": 1.0, "max_prompt_tokens": 1, "chat_tokens": 1, "drain_s": 1.0}
 BAD = [
@@ -184,6 +140,10 @@ BAD = [
     ({"max_body_mb": 0}, "api.max_body_mb"),
     ({"drain_s": -1.0}, "api.drain_s"),
     ({"drain_s": float("nan")}, "api.drain_s"),
+    ({"models": {}}, "api.models is empty"),
+    ({"models": {"a/b": {}}}, "api.models.a/b: a model's name"),
+    ({"models": {"a": 3}}, "api.models.a must be a mapping"),
+    ({"models": {"a": {}}, "model": "b"}, "api.model=b names the one"),
 ]
 
 

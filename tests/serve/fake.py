@@ -119,7 +119,7 @@ class FakeEngine:
             if ended or one.ask.hand_over:
                 del self.running[handle]
         arrays = np.array(handles, np.int64), np.array(counts, np.int32), np.array(tokens, np.int32)
-        stats = {"running": len(self.running), "pages_used": len(self.running) + len(self.lent)}
+        stats = {"running": len(self.running), "pages_used": len(self.running)}
         return Outputs(*arrays, logprobs, prompts, finished, {**stats, "steps_total": self.steps}, handed)
 
     def prompt(self, handle: int, one: Running, prompts: dict[int, Logprobs]) -> None:

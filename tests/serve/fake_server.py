@@ -11,20 +11,23 @@ from tests.serve.fake import FakeEngine, script
 
 SHIPPED = Text.load("model/checkpoints/tiny")
 ANSWER = "Hello, world. "
-UNLUCKY, BREAKS, EXITS = "max_tokens: 13\n", "max_tokens: 14\n", "max_tokens: 15\n"  # lines of the config
+COUNTING = " ".join(map(str, range(400)))
+UNLUCKY, BREAKS, EXITS, COUNTS = (f"max_tokens: {i}\n" for i in range(13, 17))  # lines of the config
 
 
 def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[FakeEngine, Hello]:
-    """An engine that cannot be built, or raises at its first request, or ends there, if the config says so."""
+    """An engine that cannot be built, raises at its first request, ends there, or counts, if the config says so."""
     said = config.read_text()
     if UNLUCKY in said:
         raise ValueError("max_tokens=13 is bad luck")
     answer = script(ANSWER, SHIPPED.encode)
+    if COUNTS in said:
+        answer = script(COUNTING, SHIPPED.encode)
     if BREAKS in said:
         answer = lambda ask: 1 // 0  # noqa: E731
     if EXITS in said:
         answer = lambda ask: os._exit(9)  # noqa: E731
-    return FakeEngine(wire, answer, pause_s=0.01), Hello(SHIPPED.vocab_size, 512, 64)
+    return FakeEngine(wire, answer, pause_s=0.01, name=seat.name), Hello(SHIPPED.vocab_size, 512, 64)
 
 
 if __name__ == "__main__":

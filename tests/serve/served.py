@@ -4,14 +4,15 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from scripts.bytetext import ByteText
-from serve.api.app import Ports, Service, create_app
+from serve.api.app import create_app
 from serve.api.listen import bind, listen
+from serve.api.service import Behind, Offer, Ports, Service
 from serve.front import Bounds, Front
 from serve.mailbox import Mailbox
 from serve.metrics import Metrics
@@ -31,8 +32,12 @@ class Served:
     port: int
 
     @property
+    def offer(self) -> Offer:
+        return self.service.offers[0]
+
+    @property
     def front(self) -> Front:
-        return self.service.front
+        return self.offer.front
 
     async def raw(self, request: bytes) -> bytes:
         """What the server answers to these bytes."""
@@ -49,18 +54,23 @@ def make(
     bounds: Bounds = BOUNDS,
     engine: dict | None = None,
     build: Callable | None = None,
+    name: str = "tiny",
+    metrics: Metrics | None = None,
+    more: Sequence[Offer] = (),
     **service,
 ):
-    """A service and its engine, not yet running: a fake one, or that of ``build(mailbox)``."""
-    metrics, ids = Metrics(), itertools.count()
+    """A service and its engine, not yet running: a fake one, or that of ``build(mailbox)``. ``more``: other models."""
+    metrics, ids = metrics or Metrics(), itertools.count()
+    mine = metrics.model(name)
     bounds = replace(bounds, vocab_size=text.vocab_size)
-    front = Front(bounds, time.monotonic, text.stream, metrics)
+    front = Front(bounds, time.monotonic, text.stream, mine)
     mailbox = Mailbox(front.deliver)
     front.connect(mailbox.send)
     answer = script(answer, text.encode) if isinstance(answer, str) else answer
     behind = build(mailbox) if build else FakeEngine(mailbox, answer, **(engine or {}))
     ports = Ports(lambda: 1.0, lambda: str(next(ids)), lambda: 7)
-    made = Service(front, text, "tiny", metrics, ports, **service)
+    offer = Offer(name, front, text, mine, Behind(engines=lambda: {"engine0.0": front.stats}))
+    made = Service((offer, *more), metrics, ports, **service)
     return made, behind
 
 
@@ -77,10 +87,9 @@ async def serve(*args, clean: bool = True, **how) -> AsyncIterator[Served]:
     try:
         yield Served(f"http://127.0.0.1:{port}", service, engine, port)
         if clean:
-            await asyncio.wait_for(service.front.idle(), 5)
-            assert (
-                not getattr(engine, "running", None) and service.front.waiting == 0 and service.front.prompt_tokens == 0
-            )
+            front = service.offers[0].front
+            await asyncio.wait_for(front.idle(), 5)
+            assert not getattr(engine, "running", None) and front.waiting == 0 and front.prompt_tokens == 0
     finally:
         stop.set()
         tasks[0].cancel()

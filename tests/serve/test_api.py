@@ -294,12 +294,14 @@ def test_metrics_count_what_happened():
             async with httpx.AsyncClient(verify=False) as http:
                 text = (await http.get(f"{served.url}/metrics")).text
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert lines['racklab_requests_total{finish="length"}'] == "1.0"
-        assert lines["racklab_ttft_seconds_count"] == "1.0" and lines["racklab_completion_tokens_total"] == "20.0"
+        assert lines['racklab_requests_total{finish="length",model="tiny"}'] == "1.0"
+        assert lines['racklab_ttft_seconds_count{model="tiny"}'] == "1.0"
+        assert lines['racklab_completion_tokens_total{model="tiny"}'] == "20.0"
         assert lines['racklab_http_responses_total{path="/v1/completions",status="400"}'] == "1.0"
         assert lines['racklab_http_responses_total{path="other",status="404"}'] == "1.0"
-        assert float(lines["racklab_engine_steps_total"]) > 0 and lines["racklab_engine_running"] == "0.0"
-        assert float(lines["racklab_itl_seconds_count"]) > 0
+        assert float(lines['racklab_engine_steps_total{engine="engine0.0",model="tiny"}']) > 0
+        assert lines['racklab_engine_running{engine="engine0.0",model="tiny"}'] == "0.0"
+        assert float(lines['racklab_itl_seconds_count{model="tiny"}']) > 0
 
     run(go)
 
@@ -321,7 +323,7 @@ def test_a_client_that_goes_away_aborts(n, stream):
                 await asyncio.sleep(0.01)
             writer.close()
             await asyncio.wait_for(served.front.idle(), 5)
-            assert served.service.metrics.finishes == {"abort": n}
+            assert served.offer.metrics.finishes == {"abort": n}
 
     run(go)
 

@@ -32,7 +32,7 @@ def ask(path: str, raw: bytes, headers: dict | None = None, **how) -> httpx.Resp
             answer = await http.post(path, content=raw, headers=headers)
             if answer.status_code >= 400:
                 assert engine.asks == [], "nothing reaches the engine"
-            await service.front.idle()
+            await service.offers[0].front.idle()
         task.cancel()
         return answer
 

@@ -20,7 +20,7 @@ def drive(seconds: float, clients: int) -> None:
             before = memory()
             tally = await crowd(served.url, seconds, clients)
             await asyncio.wait_for(served.front.idle(), 10)
-            after, metrics = memory(), served.service.metrics
+            after, metrics = memory(), served.offer.metrics
         assert tally.wrong == [] and max(tally.status) < 500, tally
         assert {200, 400, 404} <= set(tally.status) and tally.kinds["cut in time"] and tally.kinds["leave"]
         assert sum(metrics.finishes.values()) == metrics.totals["requests"], "every accepted request has an end"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from serve.request import Abort, Ask, Bye, Finish, Logprobs, Outputs, Sampling
 from serve.wire import codec as wire
-from serve.wire.codec import Failed, Hello, decode, encode
+from serve.wire.codec import Failed, Hello, Ping, Pong, decode, encode
 from serve.wire.pair import EngineWire, FrontWire
 
 
@@ -31,7 +31,7 @@ OUTPUTS = Outputs(
 )
 ASK = Ask(5, np.arange(4, dtype=np.int32), [b"x" * 16], Sampling(8, 0.5, -3, (1, 2), logprobs=0), 2)
 LONG = Ask(6, np.arange(100_000, dtype=np.int32), [], Sampling(1))
-EVERY = [ASK, LONG, Abort(7), Bye(), OUTPUTS, Hello(512, 1024, 64), Failed("why", True)]
+EVERY = [ASK, LONG, Abort(7), Bye(), OUTPUTS, Hello(512, 1024, 64), Failed("why", True), Ping(), Pong()]
 KINDS = (*wire.TO_ENGINE, *wire.TO_FRONT)
 
 
@@ -145,6 +145,9 @@ def test_both_ways_over_a_socket(tmp_path):
         front.send(Bye())
         await engine.wait()
         assert engine.take() == [Bye()]
+        front.send(Ping())
+        await engine.wait()
+        assert engine.take() == [] and await front.receive() == Pong()
         engine.close()
         front.close()
 

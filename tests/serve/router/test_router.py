@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from serve.request import Abort, Ask, Finish, Outputs, Sampling
-from serve.router.choice import RouterRules
+from serve.router.choice import POLICIES, RouterRules
 from tests.serve.router.rack import BOTH, PD, VOCAB, Rack
 
 RULES = RouterRules()
@@ -229,7 +229,7 @@ def test_a_router_before_engines_that_work_for_an_earlier_one_stops_them():
 @pytest.mark.parametrize("seed", range(40))
 def test_anything_in_any_order_ends_once_with_its_own_tokens(seed):
     draw = random.Random(seed)
-    policy = draw.choice(["affinity", "load", "round_robin"])
+    policy = draw.choice(list(POLICIES))
     rules = RouterRules(policy, pages=20, sessions=3, retries=draw.choice([0, 2, 50]), wait_s=draw.choice([0.0, 5.0]))
     rack = started(draw.choice([PD, ONE, BOTH, {**PD, **BOTH}]), rules, seed=seed)
     most, handle = draw.choice([1, 20]), 0
