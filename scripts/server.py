@@ -87,7 +87,8 @@ def offer_of(s: Settings, metrics: Metrics, model: ServedModel, text: Any, hello
     front = Front(bounds, time.monotonic, text.stream, mine)
     front.connect(engines.router.send)
     engines.connect(front.deliver)
-    return Offer(model.name, front, text, mine, Behind(engines.health, engines.stats, engines.router.stats))
+    behind = Behind(engines.health, engines.stats, engines.router.stats, engines.pause)
+    return Offer(model.name, front, text, mine, behind)
 
 
 def service_of(s: Settings, offers: tuple[Offer, ...], metrics: Metrics, key: str | None) -> Service:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from serve.disagg.exchange import Alone, Exchange
 from serve.lockstep import Lockstep, Shape, Unpaced
-from serve.request import Abort, Ask, Bye, Outputs
+from serve.request import Abort, Ask, Bye, Outputs, Pause, ToEngine
 from serve.schedule.plan import Drawn, Plan
 from serve.schedule.scheduler import Scheduler
 
@@ -14,7 +14,7 @@ from serve.schedule.scheduler import Scheduler
 class Mail(Protocol):
     """The front end's side: serve/mailbox.py in one process, serve/wire/pair.py between two."""
 
-    def take(self) -> list[Ask | Abort | Bye]: ...
+    def take(self) -> list[ToEngine]: ...
 
     def watch(self, fd: int) -> None: ...  # what `wait` returns for, too
 
@@ -45,14 +45,14 @@ class Engine:
         self.overlap = bool(scheduler.serve.overlap)
         self.sums = dict.fromkeys(("steps", "tokens", "drafted", "accepted", "device_seconds", "host_seconds"), 0)
         self._next: Plan | None = None
-        self._leaving = self._stopping = False
+        self._leaving = self._stopping = self._paused = False
         self._told_idle = True
 
     async def run(self, pause: Callable) -> None:
         """Take steps while there is work, wait for mail when there is none, until `stop`. ``pause`` is awaited between
         steps, so that whoever shares the event loop gets a turn."""
         while not self._stopping:
-            if self.scheduler.idle and self._next is None:
+            if self._paused or (self.scheduler.idle and self._next is None):
                 ticks = (self.lockstep.tick_s, self.exchange.tick_s)
                 await self.mail.wait(min((t for t in ticks if t is not None), default=None))
             await self.step()
@@ -70,8 +70,8 @@ class Engine:
         self._take(self.mail.take(), begin)
         self.exchange.turn(begin)  # prefilled requests come in, and what was lent comes back
         plan = self._next or self.scheduler.plan()  # who, how many tokens, which pages
-        self._next = None
-        shape, working, self._stopping = await self.lockstep.agree(plan, self._leaving)  # one size for all ranks
+        shape, working, self._stopping = await self.lockstep.agree(plan, self._leaving, self._paused)
+        self._next = None if working else plan
         if not working:
             self._tell(self.scheduler.flush())
             return
@@ -85,10 +85,13 @@ class Engine:
         self._measure(drawn, outputs, self.now() - begin)
         self._tell(outputs)
 
-    def _take(self, messages: list[Ask | Abort | Bye], now: float) -> None:
-        if any(isinstance(m, Bye) for m in messages):
-            self.stop()
-        self.scheduler.add(self.exchange.sort([m for m in messages if not isinstance(m, Bye)], now))
+    def _take(self, messages: list[ToEngine], now: float) -> None:
+        for message in messages:
+            if isinstance(message, Pause):
+                self._paused = message.on
+            elif isinstance(message, Bye):
+                self.stop()
+        self.scheduler.add(self.exchange.sort([m for m in messages if isinstance(m, Ask | Abort)], now))
 
     def _tell(self, outputs: Outputs) -> None:
         """Tell what there is; and once, when nothing is held any more, that it is so."""

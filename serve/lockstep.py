@@ -26,7 +26,7 @@ class Shape:
     drafting: int = 0
 
 
-WIDTH = 5  # words that ranks exchange: a shape, whether there is work, whether the rank is ready to leave
+WIDTH = 6  # words that ranks exchange: a shape, whether there is work, whether the rank is ready to leave, or paused
 
 
 class Unpaced:
@@ -34,9 +34,9 @@ class Unpaced:
 
     tick_s: float | None = None  # wait for mail as long as it takes
 
-    async def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
-        """The step's shape, whether a step is taken, whether it is time to leave."""
-        return None, plan is not None, leaving
+    async def agree(self, plan: Plan | None, leaving: bool, paused: bool = False) -> tuple[Shape | None, bool, bool]:
+        """The step's shape, whether a step is taken (not while a rank is ``paused``), whether it is time to leave."""
+        return None, plan is not None and not paused, leaving
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -90,20 +90,21 @@ class Lockstep:
         """Longest wait for mail or the bell: short until it is known that nobody has work."""
         return self._bell_s if self._asleep else self._tick_s
 
-    async def agree(self, plan: Plan | None, leaving: bool) -> tuple[Shape | None, bool, bool]:
+    async def agree(self, plan: Plan | None, leaving: bool, paused: bool = False) -> tuple[Shape | None, bool, bool]:
         riding = self.rider is not None and self.rider.busy
-        self._asleep = plan is None and not leaving and not riding and not self.port.called()
+        self._asleep = (plan is None or paused) and not leaving and not riding and not self.port.called()
         if self._asleep:
             return None, False, False
         shape = Shape() if plan is None else shape_of(plan)
         more = [] if self.rider is None else self.rider.row()
-        rows = self.port.gather([*astuple(shape), int(plan is not None), int(leaving), *more])
+        rows = self.port.gather([*astuple(shape), int(plan is not None), int(leaving), int(paused), *more])
         self.transport_s += self.port.transport_s
         self.skew_s += self.port.skew_s
         most = rows.max(0)
+        working = bool(most[3]) and not most[5]
         if self.rider is not None:
-            self.rider.agreed(rows[:, WIDTH:], bool(most[3]))
-        return self.size(Shape(*most[:3].tolist())), bool(most[3]), bool(rows[:, 4].all())
+            self.rider.agreed(rows[:, WIDTH:], working)
+        return self.size(Shape(*most[:3].tolist())), working, bool(rows[:, 4].all())
 
     def stats(self) -> dict[str, float]:
         more = {} if self.rider is None else self.rider.stats()

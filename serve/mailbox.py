@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from serve.request import Abort, Ask, Bye, Outputs
+from serve.request import Outputs, ToEngine
 
 
 class Mailbox:
@@ -15,7 +15,7 @@ class Mailbox:
 
     def __init__(self, deliver: Callable[[Outputs], None]):
         self._deliver = deliver
-        self._waiting: list[Ask | Abort | Bye] = []
+        self._waiting: list[ToEngine] = []
         self._arrived = asyncio.Event()
         self._watched: list[int] = []
 
@@ -23,11 +23,11 @@ class Mailbox:
         """Let `wait` return when ``fd`` is readable, too."""
         self._watched.append(fd)
 
-    def send(self, message: Ask | Abort | Bye) -> None:
+    def send(self, message: ToEngine) -> None:
         self._waiting.append(message)
         self._arrived.set()
 
-    def take(self) -> list[Ask | Abort | Bye]:
+    def take(self) -> list[ToEngine]:
         """Everything sent since the last call, in order."""
         taken, self._waiting = self._waiting, []
         self._arrived.clear()

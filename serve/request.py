@@ -94,8 +94,18 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """``on``: take no step from now on, with all ranks of the group; what runs and what comes keeps its place."""
+
+    on: bool = True
+
+
+@dataclass(frozen=True)
 class Bye:
     """The last message to an engine: leave, with all ranks of its group."""
+
+
+ToEngine = Ask | Abort | Pause | Bye
 
 
 @dataclass(frozen=True, eq=False)

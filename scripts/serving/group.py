@@ -12,7 +12,7 @@ from pathlib import Path
 from parallel.agree import node
 from parallel.mesh import Seat
 from scripts.serving.process import EngineProcess, Make, engine_process
-from serve.request import Outputs
+from serve.request import Outputs, Pause
 from serve.wire.codec import Hello
 
 LAST_WORDS_S = 0.1  # for what a dead engine sent to arrive
@@ -74,6 +74,11 @@ class Group:
 
     def engine(self, name: str) -> EngineProcess:
         return self.ranks[int(name.rpartition(".")[2])]
+
+    def send(self, message: Pause) -> None:
+        """To every rank."""
+        for rank in self.ranks:
+            rank.wire.send(message)
 
     async def run(self) -> None:
         """Live until cancelled, or until there is no other life. A first life that cannot be built is told by `hello`

@@ -13,7 +13,7 @@ from scripts.serving.engine import row_width
 from scripts.serving.group import Group, Start, Told
 from scripts.serving.groups import ONE, Pool
 from scripts.serving.process import Make
-from serve.request import Abort, Ask, Outputs
+from serve.request import Abort, Ask, Outputs, Pause
 from serve.router.fleet import Post
 from serve.router.router import Router
 from serve.wire.codec import Hello
@@ -28,6 +28,7 @@ class Engines:
         loop, self._say = asyncio.get_running_loop(), say
         self.groups: dict[str, Group] = {}
         self._deliver: Callable[[Outputs], None] = lambda outputs: None
+        self._paused = False
         posts, starts = [], []
         for name, pool in s.pools.items():
             size = pool.dp or s.parallel.world
@@ -45,7 +46,16 @@ class Engines:
     def _to_engine(self, name: str, message: Ask | Abort) -> None:
         self._group_of[name].engine(name).wire.send(message)
 
+    def pause(self, on: bool) -> None:
+        """Let no engine take a step, those that start meanwhile included, or let them go on."""
+        self._paused = on
+        for group in self.groups.values():
+            if group.state == "up":
+                group.send(Pause(on))
+
     def _joined(self, group: str) -> None:
+        if self._paused:
+            self.groups[group].send(Pause())
         if self.groups[group].lives > 1:
             self._say(f"{group} is up again")
         self.router.joined(group)

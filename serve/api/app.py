@@ -197,6 +197,14 @@ def add_routes(app: FastAPI, service: Service) -> None:
         told = service.health()
         return json_response(told, 200 if told["status"] in ("ok", "degraded") else 503)
 
+    @app.post("/pause")
+    async def pause() -> Response:
+        return paused(service, True)
+
+    @app.post("/resume")
+    async def resume() -> Response:
+        return paused(service, False)
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.render([o.seen() for o in service.offers]), media_type=CONTENT_TYPE)
@@ -213,6 +221,13 @@ def add_routes(app: FastAPI, service: Service) -> None:
         ids = read.tokens(body, text)
         body.done()
         return json_response({"prompt": text.decode(ids.tolist())})
+
+
+def paused(service: Service, on: bool) -> Response:
+    """No engine takes a step until it is resumed; requests are taken, and wait."""
+    for offer in service.offers:
+        offer.behind.pause(on)
+    return json_response({"paused": on})
 
 
 def model_card(offer: Offer) -> dict:

@@ -25,6 +25,7 @@ class Behind:
     groups: Callable[[], dict[str, str]] = dict  # engines that live and die together -> up, starting, down or gone
     engines: Callable[[], dict[str, dict[str, float]]] = dict  # figures of each engine
     all: Callable[[], dict[str, float]] = dict  # of all together
+    pause: Callable[[bool], None] = lambda on: None  # or go on
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from serve.disagg.handoff import Body, Handoff, Letter, Push
-from serve.request import FINISHES, Abort, Ask, Bye, Logprobs, Outputs
+from serve.request import FINISHES, Abort, Ask, Bye, Logprobs, Outputs, Pause
 
 MAX_BYTES = 256 << 20  # of a message
 INLINE_BYTES = 1 << 16
@@ -48,6 +48,7 @@ class Pong:
 KINDS: dict[bytes, type] = {
     b"ask": Ask,
     b"abort": Abort,
+    b"pause": Pause,
     b"bye": Bye,
     b"outputs": Outputs,
     b"hello": Hello,
@@ -62,7 +63,7 @@ LETTERS: dict[bytes, type] = {
     )
     for cls in get_args(Body)
 }
-TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"bye", b"ping"), (b"outputs", b"hello", b"failed", b"pong")
+TO_ENGINE, TO_FRONT = (b"ask", b"abort", b"pause", b"bye", b"ping"), (b"outputs", b"hello", b"failed", b"pong")
 
 
 class _Encoder:

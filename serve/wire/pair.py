@@ -6,7 +6,7 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
-from serve.request import Abort, Ask, Bye, Outputs
+from serve.request import Outputs, ToEngine
 from serve.wire.codec import TO_ENGINE, TO_FRONT, Failed, Hello, Ping, Pong, decode, encode
 
 
@@ -37,9 +37,9 @@ class EngineWire:
         """Let `wait` return for what comes to ``inbox`` (serve/wire/net.py, or a descriptor), too."""
         self._poller.register(inbox, zmq.POLLIN)
 
-    def take(self) -> list[Ask | Abort | Bye]:
+    def take(self) -> list[ToEngine]:
         """Everything that has come since the last call, in order; a Ping is answered here."""
-        taken: list[Ask | Abort | Bye] = []
+        taken: list[ToEngine] = []
         while self._socket.poll(0):
             try:
                 message = decode(buffers(self._socket.recv_multipart(copy=False)), TO_ENGINE)
@@ -74,7 +74,7 @@ class FrontWire:
         self.malformed = 0
         self.undelivered = 0
 
-    def send(self, message: Ask | Abort | Bye | Ping) -> None:
+    def send(self, message: ToEngine | Ping) -> None:
         """Raises ValueError for a message over the size limit."""
         sent = self._socket.send_multipart(encode(message), flags=zmq.NOBLOCK, copy=False)
         if sent.done() and sent.exception() is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from serve.disagg.handoff import Handoff
-from serve.request import Abort, Ask, Bye, Finish, Handed, Logprobs, Outputs
+from serve.request import Abort, Ask, Bye, Finish, Handed, Logprobs, Outputs, Pause
 
 VOCAB_ROOM = 1 << 20
 
@@ -70,7 +70,7 @@ class FakeEngine:
         self.lent: dict[int, Handoff] = {}
         self.asks: list[Ask] = []  # the last KEPT there were
         self.steps = 0
-        self.leaving = False
+        self.leaving = self.paused = False
 
     async def run(self, pause=None) -> None:
         while not self.leaving:
@@ -84,6 +84,8 @@ class FakeEngine:
         for message in self.mailbox.take():
             if isinstance(message, Bye):
                 self.leaving = True
+            elif isinstance(message, Pause):
+                self.paused = message.on
             elif isinstance(message, Abort):
                 self.lent.pop(message.handle, None)
                 if self.running.pop(message.handle, None):
@@ -93,7 +95,8 @@ class FakeEngine:
                 given = len(message.generated)
                 rows = 0 if message.sampling.prompt_logprobs is not None and not given else len(message.tokens)
                 self.running[message.handle] = Running(message, self.answer(message), given, rows)
-        self.mailbox.put(self.outputs(finished))
+        if not self.paused:
+            self.mailbox.put(self.outputs(finished))
         self.steps += 1
 
     def outputs(self, finished: list[Finish]) -> Outputs:

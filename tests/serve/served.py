@@ -16,6 +16,7 @@ from serve.api.service import Behind, Offer, Ports, Service
 from serve.front import Bounds, Front
 from serve.mailbox import Mailbox
 from serve.metrics import Metrics
+from serve.request import Pause
 from serve.text import Text
 from tests.serve.fake import FakeEngine, script
 
@@ -68,8 +69,10 @@ def make(
     front.connect(mailbox.send)
     answer = script(answer, text.encode) if isinstance(answer, str) else answer
     behind = build(mailbox) if build else FakeEngine(mailbox, answer, **(engine or {}))
+    pause = lambda on: mailbox.send(Pause(on))  # noqa: E731
+    behind_it = Behind(engines=lambda: {"engine0.0": front.stats}, pause=pause)
     ports = Ports(lambda: 1.0, lambda: str(next(ids)), lambda: 7)
-    offer = Offer(name, front, text, mine, Behind(engines=lambda: {"engine0.0": front.stats}))
+    offer = Offer(name, front, text, mine, behind_it)
     made = Service((offer, *more), metrics, ports, **service)
     return made, behind
 

@@ -99,3 +99,16 @@ def test_a_session_is_what_a_client_says_requests_have_in_common():
                 assert served.engine.asks[-1].session == session
 
     run(go)
+
+
+def test_a_paused_server_takes_requests_and_answers_them_when_it_goes_on():
+    async def go():
+        async with serve() as served, httpx.AsyncClient(base_url=served.url) as http:
+            assert (await http.post("/pause")).json() == {"paused": True}
+            asked = asyncio.create_task(http.post("/v1/completions", json=ASK))
+            await asyncio.wait([asked], timeout=0.3)
+            assert not asked.done()
+            assert (await http.post("/resume")).json() == {"paused": False}
+            assert (await asked).status_code == 200
+
+    run(go)

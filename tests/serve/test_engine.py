@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.request import Sampling
+from serve.request import Pause, Sampling
 from serve.schedule.pages import chain
 from tests import small
 from tests.serve.harness import Bench
@@ -259,3 +259,22 @@ def test_failure_25_an_oracles_drafts_are_all_accepted(monkeypatch):
     stats = b.engine.stats()
     assert stats["accepted_total"] == stats["drafted_total"] > 15
     assert stats["steps_total"] == 1 + -(-24 // (runner.block + 1))
+
+
+@pytest.mark.parametrize("how", [{}, {"overlap": 1, "speculate": True}], ids=str)
+def test_nothing_runs_while_the_engine_is_paused_and_then_it_goes_on(how):
+    b = bench(**how)
+    handles = [b.ask(*a) for a in ASKS]
+    b.steps(5)
+    b.mail.send(Pause())
+    b.abort(handles[3])
+    b.steps(1)
+    before = {h: list(a.tokens) for h, a in b.answers.items()}
+    late = b.ask(*ASKS[0])
+    b.steps(10)
+    assert {h: b.answers[h].tokens for h in before} == before and not b.answers[late].tokens
+    assert b.answers[handles[3]].finish.reason == "abort", "aborts are told all the same"
+    b.mail.send(Pause(False))
+    b.drain()
+    for i, h in enumerate(handles):
+        assert i == 3 or b.answers[h].tokens == alone()[i]

@@ -10,7 +10,7 @@ import pytest
 from parallel.agree import node
 from parallel.agree.bell import Ringer
 from serve.lockstep import WIDTH, Lockstep, bucket, ragged
-from serve.request import Sampling
+from serve.request import Pause, Sampling
 from tests import ranks, small
 from tests.serve.harness import Bench
 
@@ -72,6 +72,41 @@ def test_trimmed_prefill_in_lockstep(dispatch):
         assert tokens == [w for i, w in enumerate(want) if (i * i) % 2 == rank]
 
 
+def interrupted(ep: Any) -> list[list[int]]:
+    """Tokens of this rank's ASKS, whose group pauses twice: once told by rank 0 alone, for a moment, once by all."""
+    bench = Bench(ranks.share(CFG, ep, kernels="reference"), overlap=1, speculate=True)
+    engine, steps = bench.engine, 0
+    engine.lockstep = Lockstep(ranks.agree(), tick_s=0.001)
+    handles = [bench.ask(*a) for a in ASKS[ep.rank :: ep.size]]
+
+    def deliver(out: Any) -> None:
+        bench.deliver(out)
+        if all(a.finish for a in bench.answers.values()):
+            engine.stop()
+
+    async def pausing() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4 and ep.rank == 0:
+            bench.mail.send(Pause())
+            asyncio.get_running_loop().call_later(0.2, bench.mail.send, Pause(False))
+        if steps == 40:
+            bench.mail.send(Pause())
+            asyncio.get_running_loop().call_later(0.2, bench.mail.send, Pause(False))
+        await asyncio.sleep(0)
+
+    bench.mail._deliver = deliver
+    asyncio.run(engine.run(pausing))
+    engine.scheduler.check()
+    return [bench.answers[h].tokens for h in handles]
+
+
+def test_a_group_that_pauses_goes_on_as_it_was():
+    want = [Bench(small.model(CFG)).run(ask)[0] for ask in ASKS]
+    for rank, tokens in enumerate(ranks.run(2, interrupted)):
+        assert tokens == want[rank::2]
+
+
 def rung(lockstep: Lockstep, wait_s: float) -> bool:
     return bool(select.select([lockstep.port.bell], [], [], wait_s)[0])
 
@@ -90,9 +125,9 @@ def test_failure_22_a_stale_ring_starts_nothing_and_a_call_is_not_lost():
     assert rung(idle[0], 5) and asyncio.run(idle[0].agree(None, False)) == (None, False, False)
     assert not rung(idle[0], 0) and idle[0].port.step == 0
     with ThreadPoolExecutor(3) as threads:
-        got = threads.submit(busy.gather, [7, 7, 0, 1, 0])
+        got = threads.submit(busy.gather, [7, 7, 0, 1, 0, 0])
         assert all(rung(lockstep, 5) for lockstep in idle)
         told = list(threads.map(lambda lockstep: asyncio.run(lockstep.agree(None, False)), idle))
         assert [(shape.rows, working, leaving) for shape, working, leaving in told] == [(7, True, False)] * 2
-        assert got.result().tolist() == [[0] * WIDTH, [0] * WIDTH, [7, 7, 0, 1, 0]]
+        assert got.result().tolist() == [[0] * WIDTH, [0] * WIDTH, [7, 7, 0, 1, 0, 0]]
     assert [lockstep.tick_s for lockstep in idle] == [short] * 2

@@ -10,7 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.request import Abort, Ask, Bye, Finish, Logprobs, Outputs, Sampling
+from serve.request import Abort, Ask, Bye, Finish, Logprobs, Outputs, Pause, Sampling
 from serve.wire import codec as wire
 from serve.wire.codec import Failed, Hello, Ping, Pong, decode, encode
 from serve.wire.pair import EngineWire, FrontWire
@@ -31,7 +31,7 @@ OUTPUTS = Outputs(
 )
 ASK = Ask(5, np.arange(4, dtype=np.int32), [b"x" * 16], Sampling(8, 0.5, -3, (1, 2), logprobs=0), 2)
 LONG = Ask(6, np.arange(100_000, dtype=np.int32), [], Sampling(1))
-EVERY = [ASK, LONG, Abort(7), Bye(), OUTPUTS, Hello(512, 1024, 64), Failed("why", True), Ping(), Pong()]
+EVERY = [ASK, LONG, Abort(7), Pause(False), Bye(), OUTPUTS, Hello(512, 1024, 64), Failed("why", True), Ping(), Pong()]
 KINDS = (*wire.TO_ENGINE, *wire.TO_FRONT)
 
 
