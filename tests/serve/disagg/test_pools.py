@@ -24,7 +24,14 @@ from tests.serve.test_equality import SHIPPED, model  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.slow
 REQUESTS, TOKENS, AT_ONCE = 320, 12, 48
-SMALL = ["numerics=fp32", "serve.max_batch=8", "serve.pages=128", "serve.budget_tokens=256", "track=none"]
+SMALL = [
+    "numerics=fp32",
+    "serve.max_batch=8",
+    "serve.pages=128",
+    "serve.budget_tokens=256",
+    "serve.window=retain",
+    "track=none",
+]
 POOLS = ["serve=disagg", "serve.pools.prefill.dp=2", "serve.pools.decode.dp=4"]
 
 
