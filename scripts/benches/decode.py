@@ -5,17 +5,17 @@ agree is checked first: no number from a red run.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median, quantiles
 
 import numpy as np
 import torch
 
 from kernels import choose
-from model.pack import Span
 from model.transformer import Model
 from scripts import report
 from scripts.build import Settings, build_model
+from scripts.laid import Laid
 from scripts.progress import progress
 from scripts.verification.case import relative_rms
 from serve.runner import Runner
@@ -30,49 +30,33 @@ TURNS = 5
 TOLERANCE = {"fp32": 1e-4, "qat": 0.6}
 
 
-@dataclass(frozen=True)
-class Side:
-    """One way to run the model, and its step times in seconds."""
-
-    name: str
-    runner: Runner
-    pages: int  # of each sequence
-
-    def prefill(self, tokens: np.ndarray) -> None:
-        """Fill the cache with tokens [B, CONTEXT], two sequences a step."""
-        for i in range(0, len(tokens), 2):
-            spans = [self.span(tokens[j], 0, j) for j in range(i, min(i + 2, len(tokens)))]
-            self.runner.step(spans, torch.arange(1))
-
-    def span(self, tokens: np.ndarray, start: int, i: int) -> Span:
-        return Span(tokens, start, 1 + i, range(1 + i * self.pages, 1 + (i + 1) * self.pages))
-
-    def step(self, tokens: np.ndarray, position: int) -> torch.Tensor:
-        """Logits [B, V] of one decode step, tokens [B]."""
-        spans = [self.span(tokens[i : i + 1], position, i) for i in range(len(tokens))]
-        return self.runner.step(spans, torch.arange(len(spans)))[0]
+def fill(laid: Laid, tokens: np.ndarray) -> None:
+    """Fill the cache with tokens [B, CONTEXT], two sequences a step."""
+    for i in range(0, len(tokens), 2):
+        spans = [laid.span(j, tokens[j], 0) for j in range(i, min(i + 2, len(tokens)))]
+        laid.runner.step(spans, torch.arange(1))
 
 
-def sides(model: Model) -> tuple[Side, Side]:
+def sides(model: Model) -> tuple[Laid, Laid]:
     """Reference and compile, each with room for the largest batch."""
     steps = CONTEXT + STEPS * TURNS + 2
     each = -(-steps // model.layout.page_size)
     made = []
     for name in ("reference", "compile"):
         chosen = replace(model, rt=replace(model.rt, kernels=choose(name)))
-        made.append(Side(name, Runner(chosen, 1 + each * max(BATCHES), 1 + max(BATCHES)), each))
+        made.append(Laid(Runner(chosen, 1 + each * max(BATCHES), 1 + max(BATCHES)), each))
     return tuple(made)
 
 
-def measure(both: tuple[Side, Side], batch: int, numerics: str) -> list[list[float]]:
+def measure(both: tuple[Laid, Laid], batch: int, numerics: str) -> list[list[float]]:
     """Step times of each side at one batch size, in turns; the same tokens at the same positions."""
     rng = np.random.default_rng(batch)
     vocab = both[0].runner.model.cfg.vocab_size
     prompt = rng.integers(0, vocab, (batch, CONTEXT))
     tokens = rng.integers(0, vocab, (batch, 2 + STEPS * TURNS))
     for side in both:
-        side.prefill(prompt)
-    first = [side.step(tokens[:, 0], CONTEXT) for side in both]
+        fill(side, prompt)
+    first = [side.decode(tokens[:, 0], CONTEXT) for side in both]
     error = relative_rms(first[1], first[0])
     if not error <= TOLERANCE[numerics]:
         raise ValueError(f"bench=decode: compile differs from reference by {error:.3g} at batch {batch}; no figures")
@@ -82,7 +66,7 @@ def measure(both: tuple[Side, Side], batch: int, numerics: str) -> list[list[flo
             for i in range(STEPS):
                 at = 1 + turn * STEPS + i
                 begin = time.perf_counter()
-                side.step(tokens[:, at], CONTEXT + at)
+                side.decode(tokens[:, at], CONTEXT + at)
                 own.append(time.perf_counter() - begin)
     return times
 

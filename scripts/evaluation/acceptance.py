@@ -19,7 +19,7 @@ LOOP_PERIOD = 16  # ... after at most this many tokens is a loop
 BYTES_A_TOKEN = 16  # more than a token has: enough text for a prompt
 
 
-def passages(text, pieces: Sequence[bytes], count: int, tokens: int) -> list[np.ndarray]:
+def openings(text, pieces: Sequence[bytes], count: int, tokens: int) -> list[np.ndarray]:
     """``count`` prompts: BOS and the first ``tokens`` ids from the starts of lines spread evenly over the pieces."""
     out = []
     joined = b"\n".join(pieces)
@@ -107,7 +107,7 @@ def run(g: Given) -> dict:
     """Acceptance lengths and the number of prompts whose drafted output differs, greedy and sampled; acceptance by
     position, and whether the drafter knows (calibration.py)."""
     s, e = g.settings, g.settings.evaluate
-    prompts = passages(g.text, g.held, e.prompts, e.prompt_tokens)
+    prompts = openings(g.text, g.held, e.prompts, e.prompt_tokens)
     report.note_capped([len(p) for p in prompts], s.max_tokens, g.runner.context)
     modes = {"greedy": 0.0, "sampled": e.temperature}
     tallies, total, verdicts = {}, Tally(), []

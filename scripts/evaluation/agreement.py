@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from kernels import choose
-from model.pack import Span
-from model.transformer import Trim
 from scripts import report
 from scripts.build import build_runner
-from scripts.evaluation.given import CHUNK_TOKENS, Given, check_room, forced, pages_of, passages
+from scripts.evaluation.given import Given, check_room, forced, pages_of, passages
 from scripts.evaluation.settings import Agreement
+from scripts.laid import Laid
 from scripts.progress import progress
 from serve.runner import Runner
 
@@ -52,26 +51,22 @@ def cold(runner: Runner, sequence: np.ndarray, a: Agreement) -> Tensor:
 
 def trimmed(runner: Runner, sequence: np.ndarray, a: Agreement, later: int, whole_windows: bool = False) -> Tensor:
     """Layers from ``later`` after the last KV source on run on the prompt's last window of rows only."""
-    first = max(0, a.prompt - runner.model.cfg.sliding_window)
-    kept = runner.pack([span(runner, sequence, first, a.prompt, floor=first)])
-    rows = torch.zeros(len(kept.tokens), dtype=torch.int64)
-    rows[: a.prompt - first] = torch.arange(first, a.prompt)
-    trim = Trim(runner.model.cfg.last_source + later, rows.to(runner.device), kept, whole_windows)
-    last = torch.tensor([a.prompt - 1 - first], device=runner.device)
-    logits, _ = runner.step([span(runner, sequence, 0, a.prompt)], last, trim)
-    return torch.cat((logits, tail(runner, sequence, a)))
+    laid, prompt = alone(runner, sequence), sequence[: a.prompt]
+    trim, last = laid.trim([prompt], runner.model.cfg.last_source + later, whole_windows)
+    logits, _ = runner.step([laid.span(0, prompt, 0)], last, trim)
+    return torch.cat((logits, tail(laid, sequence, a)))
 
 
 def hit_replay(runner: Runner, sequence: np.ndarray, a: Agreement) -> Tensor:
     """Another slot finds the first ``hit`` tokens' pages: it recomputes the window before the hit, whose rows see
     nothing older and write no global rows, and goes on. What its rings hold from before is never read."""
-    for start in range(0, a.hit, CHUNK_TOKENS):
-        runner.step([span(runner, sequence, start, min(start + CHUNK_TOKENS, a.hit))], torch.arange(1))
+    laid = alone(runner, sequence)
+    laid.prefill([sequence[: a.hit]], [a.hit - 1])
     first = max(0, a.hit - runner.model.cfg.sliding_window)
     remember(runner, 2, sequence, first)
-    suffix = span(runner, sequence, first, a.prompt, slot=2, floor=first, write_from=a.hit)
+    suffix = laid.span(0, sequence[first : a.prompt], first, slot=2, floor=first, write_from=a.hit)
     logits, _ = runner.step([suffix], torch.tensor([a.prompt - 1 - first], device=runner.device))
-    return torch.cat((logits, tail(runner, sequence, a, slot=2, floor=first)))
+    return torch.cat((logits, tail(laid, sequence, a, slot=2, floor=first)))
 
 
 def last_window(runner: Runner, sequence: np.ndarray, a: Agreement) -> Tensor:
@@ -89,16 +84,17 @@ READS: dict[str, Callable[[Runner, np.ndarray, Agreement], Tensor]] = {
 }
 
 
-def span(runner: Runner, sequence: np.ndarray, begin: int, end: int, slot: int = 1, **more: int) -> Span:
-    """A stretch of the sequence, which lives on pages 1, 2, .. whatever its slot."""
-    return Span(sequence[begin:end], begin, slot, range(1, 1 + pages_of(runner, len(sequence))), **more)
+def alone(runner: Runner, sequence: np.ndarray) -> Laid:
+    """With room for the sequence, its pages the first ones."""
+    return Laid(runner, pages_of(runner, len(sequence)))
 
 
-def tail(runner: Runner, sequence: np.ndarray, a: Agreement, slot: int = 1, floor: int = 0) -> Tensor:
+def tail(laid: Laid, sequence: np.ndarray, a: Agreement, slot: int = 1, floor: int = 0) -> Tensor:
     """Logits [tail - 1, V] after each token behind the prompt but the last."""
+    runner = laid.runner
     if a.tail == 1:
         return torch.empty(0, runner.model.cfg.vocab_size, device=runner.device)
-    step = span(runner, sequence, a.prompt, a.prompt + a.tail - 1, slot=slot, floor=floor)
+    step = laid.span(0, sequence[a.prompt : a.prompt + a.tail - 1], a.prompt, slot=slot, floor=floor)
     return runner.step([step], torch.arange(a.tail - 1, device=runner.device))[0]
 
 

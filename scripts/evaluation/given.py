@@ -7,15 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from model.pack import Span
 from scripts.build import Settings
+from scripts.laid import Laid
 from scripts.training import corpus
 from serve.runner import Runner
-
-CHUNK_TOKENS = 512  # of one sequence in a step
 
 
 @dataclass(frozen=True)
@@ -93,23 +90,9 @@ def forced(runner: Runner, sequences: Sequence[np.ndarray], last: int) -> list[T
 
     All of them must fit the cache at once; slots and pages are taken from number 1 on.
     """
-    pages = max(pages_of(runner, len(s)) for s in sequences)
-    found: list[list[Tensor]] = [[] for _ in sequences]
-    for start in range(0, max(len(s) for s in sequences) - 1, CHUNK_TOKENS):
-        spans, rows, owners, at = [], [], [], 0
-        for i, s in enumerate(sequences):
-            inputs = s[:-1][start : start + CHUNK_TOKENS]
-            if len(inputs) == 0:
-                continue
-            spans.append(Span(inputs, start, 1 + i, range(1 + i * pages, 1 + (i + 1) * pages)))
-            mine = np.arange(max(len(s) - 1 - last - start, 0), len(inputs))
-            rows.append(at + mine)
-            owners.append((i, len(mine)))
-            at += len(inputs)
-        logits, _ = runner.step(spans, torch.from_numpy(np.concatenate(rows)).to(runner.device))
-        for (i, _), part in zip(owners, logits.split([n for _, n in owners]), strict=True):
-            found[i].append(part)
-    return [torch.cat(parts) for parts in found]
+    inputs = [s[:-1] for s in sequences]
+    laid = Laid(runner, max(pages_of(runner, len(s)) for s in sequences))
+    return laid.prefill(inputs, [len(s) - last for s in inputs])
 
 
 def groups(items: Sequence, size: int, advance: Callable[[int], None]) -> Iterator[Sequence]:

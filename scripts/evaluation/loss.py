@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from model.pack import Span
 from scripts import report
-from scripts.evaluation.given import Given, check_room
+from scripts.evaluation.given import Given, check_room, pages_of
+from scripts.laid import Laid
 from scripts.progress import progress
 from serve.runner import Runner
-
-CHUNK_TOKENS = 512  # of one window in a step
 
 
 @dataclass(frozen=True)
@@ -60,29 +59,17 @@ def sequence(text, piece: bytes) -> np.ndarray:
 
 def _nats(runner: Runner, ids: np.ndarray, group: Sequence[Window], advance: Callable[[int], None]) -> float:
     """Negative log likelihood of the scored predictions of a few windows, prefilled side by side in chunks."""
-    size = runner.model.layout.page_size
-    pages = -(-max(w.end - w.begin for w in group) // size)
+    laid = Laid(runner, pages_of(runner, max(w.end - w.begin for w in group)))
     total = 0.0
-    for start in range(0, pages * size, CHUNK_TOKENS):
-        spans, rows, targets, at = [], [], [], 0
-        for slot, w in enumerate(group, start=1):
-            inputs = ids[w.begin : w.end][start : start + CHUNK_TOKENS]
-            if len(inputs) == 0:
-                continue
-            spans.append(Span(inputs, start, slot, range(1 + (slot - 1) * pages, 1 + slot * pages)))
-            mine = np.arange(max(w.scored - w.begin - start, 0), len(inputs))
-            rows.append(at + mine)
-            targets.append(ids[w.begin + start + mine + 1])
-            at += len(inputs)
-        if spans:
-            total += _score(runner, spans, np.concatenate(rows), np.concatenate(targets))
-            advance(at)
+    for chunk in laid.chunks([ids[w.begin : w.end] for w in group], [w.scored - w.begin for w in group]):
+        targets = np.concatenate([ids[group[i].begin + at + 1] for i, at in chunk.wanted])
+        total += _score(laid.logits(chunk), targets)  # not kept: they are most of the memory that this takes
+        advance(chunk.tokens)
     return total
 
 
-def _score(runner: Runner, spans: Sequence[Span], rows: np.ndarray, targets: np.ndarray) -> float:
-    """Run a step; the negative log likelihood of ``targets`` [M] at ``rows`` [M], summed in fp64."""
-    logits, _ = runner.step(spans, torch.from_numpy(rows).to(runner.device))
+def _score(logits: Tensor, targets: np.ndarray) -> float:
+    """The negative log likelihood of ``targets`` [M] by logits [M, V], summed in fp64."""
     chosen = torch.log_softmax(logits, -1).gather(-1, torch.from_numpy(targets).to(logits.device).unsqueeze(-1))
     return -float(chosen.double().sum())
 

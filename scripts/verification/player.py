@@ -9,9 +9,9 @@ from torch import Tensor
 from model.batch import Batch
 from model.cache import Cache
 from model.dspark import Draft, DraftBatch
-from model.pack import Span
-from model.transformer import Model, Trim
+from model.transformer import Model
 from scripts import memory
+from scripts.laid import Laid
 from scripts.verification.case import SequenceSet
 from serve.runner import Runner, compiled
 
@@ -23,37 +23,26 @@ class Player:
 
     def __init__(self, model: Model, sets: Sequence[SequenceSet]):
         longest = max(s.prompt.shape[1] + s.decode.shape[1] for s in sets) + MARGIN + model.cfg.dspark_block_size
-        self.per_sequence = -(-longest // model.layout.page_size)
+        pages_each = -(-longest // model.layout.page_size)
         most = max(len(s.prompt) for s in sets) + 2
         self.recordable = not compiled(model)
-        pages, slots = 1 + most * self.per_sequence, 1 + most
+        pages, slots = 1 + most * pages_each, 1 + most
         memory.require(memory.cache_bytes(model.layout, pages, slots, model.rt.dtype), torch.device("cpu"))
         self.runner = Runner(model, pages, slots)
-
-    def span(self, tokens: np.ndarray, start: int, i: int, floor: int = 0) -> Span:
-        """Tokens of sequence ``i`` of the set."""
-        first = 1 + i * self.per_sequence
-        return Span(tokens, start, 1 + i, range(first, first + self.per_sequence), floor=floor)
+        self.laid = Laid(self.runner, pages_each)
 
     def start(self, st: SequenceSet) -> tuple[Cache, Batch]:
         """The cache, and the whole prefill of a set as one batch."""
-        spans = [self.span(row, 0, i) for i, row in enumerate(st.prompt)]
+        spans = [self.laid.span(i, row, 0) for i, row in enumerate(st.prompt)]
         return self.runner.cache, self.runner.pack(spans)
 
     def prefill(self, tokens: np.ndarray, chunk: int) -> Tensor:
         """Logits [B, S, V] of tokens [B, S], in steps of ``chunk`` tokens a sequence."""
-        out = []
-        for at in range(0, tokens.shape[1], chunk):
-            spans = [self.span(row[at : at + chunk], at, i) for i, row in enumerate(tokens)]
-            n = len(spans[0].tokens)
-            logits, _ = self.runner.step(spans, torch.arange(len(spans) * n))
-            out.append(logits.view(len(spans), n, -1))
-        return torch.cat(out, 1)
+        return torch.stack(self.laid.prefill(tokens, [0] * len(tokens), chunk))
 
     def decode(self, tokens: np.ndarray, position: int) -> Tensor:
         """Logits [B, V] after one token each, tokens [B]."""
-        spans = [self.span(tokens[i : i + 1], position, i) for i in range(len(tokens))]
-        return self.runner.step(spans, torch.arange(len(spans)))[0]
+        return self.laid.decode(tokens, position)
 
     def among_others(self, tokens: np.ndarray, chunk: int) -> Tensor:
         """As `prefill`, each step shared with two other sequences that start elsewhere and move at other speeds."""
@@ -62,11 +51,11 @@ class Player:
         other = rng.integers(0, self.runner.model.cfg.vocab_size, (2, 3 * total + MARGIN))
         out, done = [], [0, 0]
         for at in range(0, total, chunk):
-            mine = [self.span(row[at : at + chunk], at, i) for i, row in enumerate(tokens)]
+            mine = [self.laid.span(i, row[at : at + chunk], at) for i, row in enumerate(tokens)]
             company = []
             for j, step in enumerate((1, 5)):
-                if done[j] + step <= self.per_sequence * self.runner.model.layout.page_size:
-                    company.append(self.span(other[j, done[j] : done[j] + step], done[j], b + j))
+                if done[j] + step <= self.laid.pages_each * self.runner.model.layout.page_size:
+                    company.append(self.laid.span(b + j, other[j, done[j] : done[j] + step], done[j]))
                     done[j] += step
             spans = company[:1] + mine + company[1:]
             first = sum(len(s.tokens) for s in company[:1])
@@ -87,12 +76,5 @@ class Player:
 
     def replay(self, tokens: np.ndarray, layer: int) -> Tensor:
         """Prefill whose layers from ``layer`` on run on each prompt's last W rows; logits [B, V] of the last token."""
-        b, total = tokens.shape
-        w = self.runner.model.cfg.sliding_window
-        spans = [self.span(row, 0, i) for i, row in enumerate(tokens)]
-        tail = [self.span(row[-w:], total - w, i, floor=total - w) for i, row in enumerate(tokens)]
-        kept = self.runner.pack(tail)
-        rows = torch.zeros(kept.tokens.shape[0], dtype=torch.int64)
-        rows[: b * w] = (torch.arange(b).unsqueeze(-1) * total + torch.arange(total - w, total)).flatten()
-        last = torch.arange(1, b + 1) * w - 1
-        return self.runner.step(spans, last, Trim(layer, rows, kept))[0]
+        trim, last = self.laid.trim(tokens, layer)
+        return self.runner.step([self.laid.span(i, row, 0) for i, row in enumerate(tokens)], last, trim)[0]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.pack import Span
-from scripts import build, evaluate, report
+from scripts import build, evaluate, laid, report
 from scripts.bytetext import ByteText
 from scripts.evaluation import acceptance, loss
 from scripts.evaluation.given import check_room, pieces
@@ -51,7 +51,7 @@ def test_bits_are_those_of_the_whole_sequence(runner):
 def test_chunks_and_batches_change_nothing(runner, monkeypatch):
     piece = bytes(range(32, 127)) * 2
     whole = loss.bits_per_byte(runner, TEXT, piece, 64, 32, 1, lambda n: None)
-    monkeypatch.setattr(loss, "CHUNK_TOKENS", 24)
+    monkeypatch.setattr(laid, "CHUNK_TOKENS", 24)
     assert loss.bits_per_byte(runner, TEXT, piece, 64, 32, 4, lambda n: None) == pytest.approx(whole, rel=1e-5)
 
 
@@ -90,7 +90,7 @@ def test_tally_counts_steps_after_the_prefill():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafted_equals_undrafted(runner, temperature):
-    prompts = acceptance.passages(TEXT, [b"first\nsecond line\nthird one\n" * 9], 3, 12)
+    prompts = acceptance.openings(TEXT, [b"first\nsecond line\nthird one\n" * 9], 3, 12)
     assert [len(p) for p in prompts] == [13] * 3 and all(p[0] == TEXT.bos_id for p in prompts)
     done = []
     tally, verdicts = acceptance.measure(runner, prompts, Sampling(6, temperature, 3), 2, done.append)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from scripts import laid
 from scripts.evaluation import given
 from tests.scripts.evaluation.conftest import TEXT, whole
 
 
 def test_forced_is_one_long_step(g, monkeypatch):
-    monkeypatch.setattr(given, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(laid, "CHUNK_TOKENS", 16)
     long, short = given.passages(g, 2, 70)[0], given.passages(g, 2, 70)[1][:21]
     got = given.forced(g.runner, [long, short], 20)
     for sequence, logits in zip((long, short), got, strict=True):
