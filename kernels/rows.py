@@ -14,7 +14,6 @@ from kernels.registry import op
 
 ENCODE = {"fp8": quant.encode_fp8, "mxfp4": quant.encode_mxfp4, "nvfp4": quant.encode_nvfp4}
 DECODE = {"fp8": quant.decode_fp8, "mxfp4": quant.decode_mxfp4, "nvfp4": quant.decode_nvfp4}
-FAKE = {"fp8": quant.fake_fp8, "mxfp4": quant.fake_mxfp4, "nvfp4": quant.fake_nvfp4}
 WIDTHS = {"fp8": (1, 32), "mxfp4": (2, 32), "nvfp4": (2, 16)}  # values per code byte, per scale byte
 
 

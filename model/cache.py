@@ -104,11 +104,14 @@ class Layout:
     def slot_tails(self) -> int:
         return max(len(self.cfg.tail_sources), 1) * self.tail_depth
 
-    def slot_bytes(self, dtype: torch.dtype) -> int:
-        """What one sequence has beside its pages: rings, tails, last tokens."""
+    def slot_parts(self, dtype: torch.dtype) -> tuple[int, int, int]:
+        """Bytes that one sequence has beside its pages: rings, tails, last tokens."""
         tail = 2 * self.cfg.head_dim * torch.float32.itemsize
-        tokens = self.token_depth * torch.int64.itemsize
-        return self.slot_rings * self.ring_row_bytes(dtype) + self.slot_tails * tail + tokens
+        rings = self.slot_rings * self.ring_row_bytes(dtype)
+        return rings, self.slot_tails * tail, self.token_depth * torch.int64.itemsize
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        return sum(self.slot_parts(dtype))
 
     def cache_bytes(self, pages: int, slots: int, dtype: torch.dtype) -> int:
         """All that `allocate` takes but the load counters."""

@@ -64,7 +64,7 @@ def load(
         def leaf(path: str, spec: Spec) -> Tensor | Quantized:
             if _on_host(plan, path, spec):
                 return _table(node, path, spec, lambda part: _blocks(shards, path, spec, part))
-            cut = _part(plan, rank, path, spec, redundant)
+            cut = part(plan, rank, path, spec, redundant)
             return _read_leaf(shards, path, spec, cut, numerics, weights, device)
 
         return tree.build(leaf, transformer.specs(cfg))
@@ -90,7 +90,7 @@ def random(
             made = cache(lambda: release.encode(spec, tree.draw(spec, key, path)))
             return _table(node, path, spec, lambda part: [made()[part == "scale"]])
         weight, scale = release.encode(spec, tree.draw(spec, key, path))
-        cut = _part(plan, rank, path, spec, redundant)
+        cut = part(plan, rank, path, spec, redundant)
         if isinstance(cut, list):
             weight, scale = _rows(weight, cut), None if scale is None else _rows(scale, cut)
         elif cut is not None:
@@ -134,7 +134,7 @@ def _blocks(shards: Shards, path: str, spec: Spec, part: str) -> Iterator[Tensor
         yield shards.read(name, (0, start, min(start + HOST_ROWS, spec.shape[0])))
 
 
-def _part(plan: Plan | None, rank: int, path: str, spec: Spec, redundant: int) -> Cut | list[int] | None:
+def part(plan: Plan | None, rank: int, path: str, spec: Spec, redundant: int) -> Cut | list[int] | None:
     """What a rank holds of a leaf: a cut; of experts sharded by number, which ones, slot by slot; None = all of it."""
     cut = None if plan is None else plan.slice(path, spec.shape, plan.coords(rank))
     if cut is None or not spec.stack or cut[0] != 0:

@@ -37,23 +37,6 @@ def cells(region: int, pages: np.ndarray, planes: np.ndarray, parts: int) -> np.
     return np.stack((np.full_like(offset, region), offset, length), 1)
 
 
-def align(a: np.ndarray, b: np.ndarray) -> Pair:
-    """Cut two lists of the same bytes in the same order where either is cut, so that lengths are equal, span by span.
-    Raises SpanError where the totals differ."""
-    ends_a, ends_b = np.cumsum(a[:, 2]), np.cumsum(b[:, 2])
-    if ends_a[-1] != ends_b[-1]:
-        raise SpanError(f"{ends_a[-1]} bytes on one side, {ends_b[-1]} on the other")
-    ends = np.union1d(ends_a, ends_b)
-    begins = np.concatenate(([0], ends[:-1]))
-    return _cut(a, ends_a, begins, ends), _cut(b, ends_b, begins, ends)
-
-
-def _cut(spans: np.ndarray, own: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    at = np.searchsorted(own, begins, side="right")
-    offset = spans[at, 1] + begins - (own - spans[:, 2])[at]
-    return np.stack((spans[at, 0], offset, ends - begins), 1)
-
-
 def merge(a: np.ndarray, b: np.ndarray, most: int | None = None) -> Pair:
     """The same bytes in as few spans as can be: those adjacent on both sides become one, in order of ``b``.
 

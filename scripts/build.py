@@ -275,8 +275,7 @@ def build_model(
         raise ValueError(f"parallel: the plan has {s.parallel.world} ranks, this script runs one; use parallel=single")
     cfg = checkpoint_config(s)
     rt, layout = build_runtime(s, ep), build_layout(s, cfg)
-    retained = s.serve.retained if s.serve.window == "retain" else 0
-    pools = memory.cache_bytes(layout, s.serve.pages + 1, s.serve.max_batch + 1 + retained, rt.dtype)
+    pools = memory.cache_bytes(layout, s.serve.pages + 1, s.serve.slots + 1, rt.dtype)
     node = hosttable.Node(mesh.store() if rank is not None else None)
     share = s.parallel, rank or 0, node.first
     memory.require(memory.model_bytes(cfg, s.numerics, s.weights, s.random, *share) | pools, device)

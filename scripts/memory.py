@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from model import release, transformer, tree
+from model import checkpoint, release, transformer, tree
 from model.cache import Layout
 from model.config import ModelConfig
 from parallel.plan import Plan
@@ -35,9 +35,12 @@ def model_bytes(
     for path, spec in specs.items():
         if plan and plan.rule(path).host and not first:
             continue
-        cut = plan.slice(path, spec.shape, plan.coords(rank)) if plan else None
+        part = checkpoint.part(plan, rank, path, spec, plan.eplb.spare if plan else 0)
         whole = release.held_bytes(spec, numerics, weights)
-        held += whole if cut is None else whole * (cut[2] - cut[1]) // spec.shape[cut[0]]
+        if isinstance(part, list):  # experts, second replicas among them
+            held += whole * len(part) // spec.shape[0]
+        else:
+            held += whole if part is None else whole * (part[2] - part[1]) // spec.shape[part[0]]
     return {WEIGHTS: held} | ({DRAWN: 4 * max(spec.numel for spec in specs.values())} if drawn else {})
 
 

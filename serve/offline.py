@@ -176,12 +176,24 @@ def _draw(logits: Tensor, active: list[Running], counts: list[int]) -> list[list
     """The target's tokens: row i of a sequence, of logits [sum(counts), V], draws the i-th after those it knows."""
     if not active:
         return []
-    repeats = torch.tensor(counts)
-    seeds, temperature = (t.repeat_interleave(repeats) for t in _settings(active))
-    places = torch.cat([len(s.tokens) + torch.arange(n) for s, n in zip(active, counts, strict=True)])
-    noise = sample.noise(seeds, places, temperature, logits.shape[-1])
-    picks = sample.pick(logits, sample.inverse(temperature), noise).tolist()
+    owner = np.repeat(np.arange(len(active)), counts)
+    places = np.concatenate([len(s.tokens) + np.arange(n) for s, n in zip(active, counts, strict=True)])
+    picks = sample.draw(logits, _rule(active, owner, places, logits.shape[-1])).tolist()
     return [picks[a:b] for a, b in pairwise(np.cumsum([0, *counts]))]
+
+
+def _rule(active: list[Running], owner: np.ndarray, places: np.ndarray, vocab: int) -> sample.Rule:
+    """How rows [M] draw: row i the token at ``places[i]`` of sequence ``owner[i]``. Stop ids may not come early."""
+    every = [s.sampling for s in active]
+    seeds = np.array([h.seed for h in every], np.int64)
+    temperature, top_p = (np.array([getattr(h, n) for h in every], np.float32) for n in ("temperature", "top_p"))
+    top_k = np.array([h.top_k for h in every], np.int64)
+    width = max(len(h.stop_ids) for h in every)
+    stops = np.array([[*h.stop_ids, *[-1] * (width - len(h.stop_ids))] for h in every], np.int64)
+    stops[stops >= vocab] = -1
+    early = places < np.array([s.prompt + s.sampling.min_tokens for s in active])[owner]
+    banned = np.where(early[:, None], stops[owner], -1)
+    return sample.Rule(seeds[owner], places, temperature[owner], top_p[owner], top_k[owner], banned)
 
 
 def _settings(active: list[Running]) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from parallel.eplb import metric
+
 VERSION = 1
 KINDS = {"ids": np.int16, "offsets": np.int64, "requests": np.int32, "positions": np.int32, "experts": np.int64}
 RANKS = {"ids": 3, "offsets": 1, "requests": 1, "positions": 1, "experts": 0}
@@ -119,15 +121,10 @@ def _part(path: Path, arrays: dict[str, np.ndarray], part: str, requests: int) -
 
 
 def balancedness(counts: np.ndarray, ranks: int) -> float:
-    """Mean over maximum load of a rank, each summed over layers first; of counts [S, L, E], the mean over steps.
-
-    E / ranks experts lie on each rank, in order. 1 is even; 1 / ranks is all on one rank. Raises ValueError if ranks
-    does not divide E.
-    """
+    """That of parallel/eplb/metric.py for counts [L, E], E / ranks experts on each rank, in order; of counts [S, L, E]
+    the mean over steps. Raises ValueError if ranks does not divide E."""
     experts = counts.shape[-1]
     if experts % ranks:
         raise ValueError(f"{ranks} ranks do not divide {experts} experts")
-    load = counts.reshape(*counts.shape[:-1], ranks, experts // ranks).sum(-1)
-    most = load.max(-1).sum(-1)
-    share = np.divide(load.mean(-1).sum(-1), most, out=np.ones(most.shape), where=most > 0)
-    return float(share.mean())
+    loads = metric.rank_loads(counts, ranks)
+    return float(np.mean([metric.balancedness(t) for t in loads.reshape(-1, *loads.shape[-2:])]))

@@ -28,10 +28,6 @@ class PhaseSettings:
     length: int
     rows: int
 
-    def __post_init__(self):
-        if self.steps < 0 or self.length < 1 or self.rows < 1:
-            raise ValueError(f"a training phase needs steps >= 0, length and rows >= 1, got {self}")
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -53,6 +49,9 @@ class Settings:
 
     def __post_init__(self):
         at_least(1, self, ("warmup", "index_every", "save_every", "anchors"))
+        for name in PHASES:
+            at_least(0, getattr(self, name), ("steps",), f"{name}.")
+            at_least(1, getattr(self, name), ("length", "rows"), f"{name}.")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in 0..1, got {self.decay}")
 

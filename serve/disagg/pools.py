@@ -13,8 +13,6 @@ def card(layout: Layout, dtype: torch.dtype, weights: str) -> Card:
     """The card of an engine. ``weights``: name of the checkpoint, the same on both sides."""
     cfg = layout.cfg
     unit = 1 if layout.packed else layout.atom * dtype.itemsize
-    tails = layout.slot_tails * 2 * cfg.head_dim * torch.float32.itemsize
-    tokens = layout.token_depth * torch.int64.itemsize
     return Card(
         VERSION,
         f"{hashlib.sha256(repr(cfg).encode()).hexdigest()[:16]} {weights}",
@@ -24,7 +22,7 @@ def card(layout: Layout, dtype: torch.dtype, weights: str) -> Card:
         tuple(n * unit for s in cfg.kv_source_layer_ids for n in layout.plane_units(s)),
         cfg.num_rings,
         cfg.ring_size,
-        (layout.slot_rings * layout.ring_row_bytes(dtype), tails, tokens),
+        layout.slot_parts(dtype),
     )
 
 

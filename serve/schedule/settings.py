@@ -78,6 +78,11 @@ class Serve:
         if self.window == "retain" and self.retained < 1:
             raise ValueError(f"serve.window=retain needs serve.retained >= 1, got {self.retained}")
 
+    @property
+    def slots(self) -> int:
+        """Slots of the cache without the scratch slot: of running sequences, then of stored windows."""
+        return self.max_batch + (self.retained if self.window == "retain" else 0)
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -3,6 +3,8 @@
 import importlib
 import math
 import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
     importlib.import_module(module.name)  # registers whatever backends there are
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value wanted; other types exactly
+OPAQUE = [name for name, each in OPS.items() if each.traced is not each.body]
 
 
 def cases(name: str) -> list[tuple]:
@@ -33,22 +36,26 @@ def cases(name: str) -> list[tuple]:
 
 
 def runs() -> list:
-    """(op, backend, case number) of all there are; `compile` takes seconds an op."""
+    """(op, backend, case number) of all backends but `reference`; `compile` takes seconds an op that can be traced."""
+    slow = lambda name, backend: [pytest.mark.slow] if backend == "compile" and name not in OPAQUE else []  # noqa: E731
     return [
-        pytest.param(name, backend, i, marks=[pytest.mark.slow] if backend == "compile" else [])
+        pytest.param(name, backend, i, marks=slow(name, backend))
         for name in OPS
         for backend in OPS[name].impls
         for i in range(len(cases(name)))
+        if backend != "reference"
     ]
 
 
-@pytest.fixture
-def filled_with_nan():
+@contextmanager
+def filled_with_nan() -> Iterator[None]:
     """Memory that nothing has written holds NaN (integers: their largest value)."""
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def copied(args: tuple) -> tuple:
@@ -72,14 +79,62 @@ def assert_close(got: Tensor, want: Tensor):
 
 
 @pytest.mark.parametrize(("name", "backend", "case"), runs())
-def test_backend_agrees_with_reference(name, backend, case, filled_with_nan):
-    args = cases(name)[case]
+def test_backend_agrees_with_reference(name, backend, case):
+    compare(name, backend, cases(name)[case])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_reference_reads_nothing_that_nobody_wrote(name):
+    for args in cases(name):
+        compare(name, "reference", args)
+
+
+def compare(name: str, backend: str, args: tuple) -> None:
+    """A backend where unwritten memory is NaN against the reference where it is whatever was there."""
     mine, theirs = copied(args), copied(args)
-    want, got = OPS[name](*mine), OPS[name](*theirs, backend=backend)
+    want = OPS[name](*mine)
+    with filled_with_nan():
+        got = OPS[name](*theirs, backend=backend)
     for pair in zip(tensors(got), tensors(want), strict=True):
         assert_close(*pair)
     for pair in zip(tensors(theirs), tensors(mine), strict=True):  # what was written in place, and nothing else
         assert_close(*pair)
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_opaque_ops_are_what_they_say_to_a_trace(name):
+    """Shapes and types of results without data."""
+    for args in cases(name):
+        torch.library.opcheck(OPS[name].traced, copied(args), test_utils="test_faketensor")
+
+
+def normed(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def mixed(x: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> Tensor:
+    keys, value = kv.unflatten(-1, (-1, x.shape[-1])).split((x.shape[1], 1), 1)
+    score = (normed(x, eps) * q_weight * normed(keys, eps) * k_weight).sum(-1) / math.sqrt(x.shape[-1])
+    return x + torch.sigmoid(score.sign() * score.abs().clamp(min=1e-6).sqrt()).unsqueeze(-1) * value
+
+
+FORMULAS = {  # in fp64
+    "linear": lambda x, weight: x @ weight.T,
+    "grouped_linear": lambda x, weight, _: torch.cat(
+        [a @ w.T for a, w in zip(x.unbind(1), weight.chunk(x.shape[1]))], 1
+    ),
+    "rms_norm": lambda x, weight, eps: normed(x, eps) * weight,
+    "mhc_collapse": lambda pre, x: torch.einsum("nc,ncd->nd", pre, x),
+    "engram_mix": mixed,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_reference_is_its_formula(name):
+    for args in cases(name):
+        got = OPS[name](*copied(args))
+        want = FORMULAS[name](*(a.double() if isinstance(a, Tensor) else a for a in args))
+        assert_close(got, want.to(got.dtype))
 
 
 def test_every_op_has_cases():

@@ -1,4 +1,4 @@
-"""Lists of spans: what is cut, aligned and merged moves the same bytes."""
+"""Lists of spans: what is cut and merged moves the same bytes."""
 
 import numpy as np
 import pytest
@@ -43,25 +43,6 @@ def test_merge_moves_the_same_bytes_in_as_few_spans_as_can_be(pair, most):
 def test_merge_of_one_run_is_one_span():
     a, b = spans.merge(spans.records(0, np.arange(5, 105)[::-1], 890), spans.records(1, np.arange(100)[::-1], 890))
     assert a.tolist() == [[0, 5 * 890, 89000]] and b.tolist() == [[1, 0, 89000]]
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_align_cuts_where_either_side_is_cut(left, right):
-    short = sum(left) - sum(right)
-    (right if short > 0 else left).append(abs(short)) if short else None
-    sides = []
-    for sizes in (left, right):
-        place = np.cumsum([0] + [n + 3 for n in sizes])[:-1]  # gaps, so that nothing is adjacent
-        sides.append(np.stack((np.zeros(len(sizes), np.int64), place, sizes), 1))
-    a, b = spans.align(*sides)
-    assert (a[:, 2] == b[:, 2]).all() and a[:, 2].sum() == sum(left)
-    flat = lambda side: [o + i for _, o, n in side.tolist() for i in range(n)]  # noqa: E731
-    assert flat(a) == flat(sides[0]) and flat(b) == flat(sides[1])
-
-
-def test_align_refuses_unequal_totals():
-    with pytest.raises(SpanError, match="4 bytes on one side, 5 on the other"):
-        spans.align(np.array([[0, 0, 4]]), np.array([[0, 0, 5]]))
 
 
 @given(st.integers(1, 4), st.sampled_from([1, 2, 4]), st.lists(st.integers(1, 5), min_size=1, max_size=4))

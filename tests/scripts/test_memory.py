@@ -8,6 +8,7 @@ from model.cache import Layout
 from model.runtime import Runtime
 from model.tree import Quantized
 from parallel import plan
+from parallel.eplb.settings import Eplb
 from scripts import memory
 from tests.small import config
 
@@ -36,6 +37,16 @@ def test_tables_that_a_node_shares_count_once():
     )
     tables = sum(rows * (cfg.engram_head_dim + cfg.engram_head_dim // 32) for rows in cfg.engram_num_embeddings)
     assert whole == first == other + tables
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_second_replicas_of_experts_are_counted(rank):
+    cfg = config()
+    rules = [["*.experts.*", {"shard": 0, "axis": "ep"}], ["*", "replicate"]]
+    how = plan.parse({"ep": 2}, rules, eplb=Eplb(enabled=True, redundant=2))
+    told = memory.model_bytes(cfg, "qat", "packed", False, how, rank)
+    made = checkpoint.random(cfg, 0, "qat", "packed", plan=how, rank=rank, redundant=2)
+    assert told == {"weights": held(made)}
 
 
 def test_the_largest_weight_is_drawn_in_fp32():

@@ -247,3 +247,16 @@ def test_exported_reads_back(tmp_path):
     assert size > 0 and checkpoint.read_config(tmp_path / "out") == CFG
     read = checkpoint.load(tmp_path / "out", CFG, numerics="fp32")
     assert torch.allclose(read.embed, params["embed.weight"], atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "message"),
+    [
+        ("index", {"steps": -1}, "index.steps must be >= 0, got -1"),
+        ("long", {"length": 0}, "long.length must be >= 1, got 0"),
+        ("drafter", {"rows": 0}, "drafter.rows must be >= 1, got 0"),
+    ],
+)
+def test_a_phase_that_cannot_be_is_named(phase, change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SETTINGS, **{phase: replace(PHASE, **change)})

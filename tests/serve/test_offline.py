@@ -119,6 +119,26 @@ def test_a_stop_id_ends_a_completion_and_is_no_part_of_it(r, plain, speculate):
     assert (empty.tokens, empty.finish, empty.steps) == ([], "stop", 0)
 
 
+@pytest.mark.parametrize("speculate", [False, True])
+def test_no_stop_id_comes_before_min_tokens(r, plain, speculate):
+    stop = plain["greedy"][0].tokens[0]
+    how = Sampling(max_tokens=9, min_tokens=4, stop_ids=(stop, VOCAB + 1))
+    (got,) = generate(r, PROMPTS[:1], [how], speculate)
+    assert len(got.tokens) >= 4 and stop not in got.tokens
+
+
+def test_top_k_and_top_p_cut_what_may_be_drawn(r, plain):
+    """Each sequence by its own rule: with one token left to draw, warm is greedy."""
+    warm = [replace(s, temperature=2.0, seed=5) for s in GREEDY]
+    assert texts(generate(r, PROMPTS, warm)) != texts(plain["greedy"])
+    for cut in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert texts(generate(r, PROMPTS, [replace(s, **cut) for s in warm])) == texts(plain["greedy"])
+    mixed = [replace(s, top_k=i % 3, top_p=1 - i / 10) for i, s in enumerate(warm)]
+    alone = [generate(r, [p], [s])[0].tokens for p, s in zip(PROMPTS, mixed)]
+    for speculate in (False, True):
+        assert texts(generate(r, PROMPTS, mixed, speculate)) == alone
+
+
 def test_tokens_are_told_as_they_come(r, plain):
     heard: dict[int, list[list[int]]] = {i: [] for i in range(len(PROMPTS))}
     generate(r, PROMPTS, GREEDY, on_tokens=lambda index, new: heard[index].append(new))

@@ -30,6 +30,7 @@ def test_unknown_rules_are_refused():
         WindowRule("some", 4, 2)
     with pytest.raises(ValueError, match=r"retain needs serve\.retained >= 1"):
         Serve(64, 8, 2, window="retain", retained=0)
+    assert [Serve(64, 8, 2, window=w, retained=3).slots for w in ("retain", "replay")] == [5, 2]
     with pytest.raises(ValueError, match="retain stores whole rings"):
         Serve(64, 8, 2, window="retain", prefill="decoder_replay")
 
