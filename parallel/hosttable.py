@@ -61,7 +61,7 @@ class Node:
         self.store, self.name = store, f"hosttable/{boot.read_text().strip()}/{space.readlink()}"
         self.first = store is None or store.add(self.name, 1) == 1
         self.pages: dict[str, Pages] = {}
-        self._held: list[HostTable] = []  # others may open what we made as long as we live
+        self._held: list[HostTable] = []  # others may open what we made until `close`
 
     def table(
         self, name: str, rows: int, columns: int, dtype: torch.dtype, blocks: Callable[[], Iterable[Tensor]]
@@ -78,6 +78,10 @@ class Node:
         self.pages[name] = table.pages
         self._held.append(table)
         return table.rows
+
+    def close(self) -> None:
+        """From now on nobody else can open what we made; who has, keeps it."""
+        self._held.clear()
 
     def __str__(self) -> str:
         """How much it is, whether shared, and on which pages."""

@@ -28,9 +28,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Seat:
-    """``store``: a file that all ranks of one machine see, or tcp://HOST:PORT of rank 0. ``board``: the address of the
-    node's shared board for agree=recursive. For engines that hand requests over: ``name`` among the ranks of all
-    groups, and ``post``, the folder of their inboxes."""
+    """``store``: a file that all ranks of one machine see, tcp://HOST:PORT of rank 0, or env:// as torchrun has it.
+    ``board``: the address of the node's shared board for agree=recursive. For engines that hand requests over: ``name``
+    among the ranks of all groups, and ``post``, the folder of their inboxes."""
 
     rank: int = 0
     size: int = 1
@@ -47,6 +47,8 @@ ALONE = Seat()
 def join(seat: Seat, device: str = "cpu") -> None:
     """Wait for all ranks, then return with the default group made. Raises what torch raises if one never comes."""
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(device)
     address = seat.store if "://" in seat.store else f"file://{seat.store}"
     dist.init_process_group(
         backend, init_method=address, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=seat.timeout_s)

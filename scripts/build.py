@@ -5,6 +5,7 @@
 
 import re
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -285,6 +286,7 @@ def build_model(
     how |= {"redundant": s.parallel.eplb.spare, "node": node}
     params = checkpoint.random(cfg, s.seed, **how) if s.random else checkpoint.load(s.checkpoint, cfg, **how)
     if node.pages:
+        weakref.finalize(params, node.close)  # ranks that are slower to start still open its tables
         print(f"note: rank {rank or 0}: Engram tables: {node}", file=sys.stderr)
     consts = tree.build(lambda _, leaf: leaf.to(device), consts)
     return transformer.assemble(cfg, rt, layout, params, consts, device), text

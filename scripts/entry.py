@@ -5,6 +5,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from scripts import build, report, sweep, tracking
+from scripts import build, report, seats, sweep, tracking
 from scripts.build import CONF
 from scripts.mapping import UnknownKey
 
@@ -72,7 +73,8 @@ def perform(run: Callable[[Any], dict | None], settings: Callable, config: DictC
     group = sweep.name(about) if about.mode is RunMode.MULTIRUN else None
     name = " ".join([about.job.name, *about.overrides.task])
     resolved = OmegaConf.to_container(config, resolve=True)
-    with tracking.track(made.track, tracking.Run(about.job.name, name[:NAME_LENGTH], group, resolved), folder):
+    told = made.track if not seats.seat().rank else replace(made.track, mode="disabled")  # of torchrun's, the first
+    with tracking.track(told, tracking.Run(about.job.name, name[:NAME_LENGTH], group, resolved), folder):
         result = run(made)
         if result is not None:
             report.emit(result)

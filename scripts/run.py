@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from model.cache import Layout
-from scripts import build, generate, report
+from scripts import build, generate, report, seats
 from scripts.build import Settings
 from scripts.entry import entry
 from scripts.running import requests, show
 from scripts.running.bar import bar
 from scripts.running.target import connect
+from scripts.server import make_engine
+from scripts.serving import torchrun
 from scripts.workloads import AgentX, Prompts
 from serve.clock import LoopClock
 from serve.load import traces
@@ -81,7 +83,9 @@ async def perform(s: Settings, job: Job, vocab: np.ndarray) -> tuple[Driver, Lan
         return driver, lanes, getattr(target.client, "steps", [])
 
 
-def run(s: Settings) -> dict:
+def run(s: Settings) -> dict | None:
+    if seats.seat().rank:
+        return torchrun.serve(report.run_folder() / "config.yaml", make_engine)
     cfg = build.checkpoint_config(s)
     text = build.build_text(s, cfg)
     vocab = vocabulary(text.vocab_size, text.special_ids())

@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from parallel.mesh import Seat
-from scripts import build, report
+from scripts import build, report, seats
 from scripts.build import Settings
 from scripts.entry import entry
 from scripts.serving import engine as serving
+from scripts.serving import torchrun
 from scripts.serving.models import ServedModel, models_of
 from scripts.serving.pool import Engines, engine_pools
 from scripts.serving.process import Make
@@ -41,11 +43,14 @@ ABORT_S = 5.0  # for the engine to confirm aborts, and for clients to take their
 def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[Any, Hello]:
     """In the engine's process: the engine of a resolved config, and what fits it."""
     s = build.build_settings(OmegaConf.load(config))
+    s = replace(s, device=seats.device(s.device, seat))
     engine, text = serving.build_engine(s, wire, seat)
     return engine, Hello(text.vocab_size, engine.scheduler.limits.context, s.serve.page_size)
 
 
-def run(s: Settings, make: Make = make_engine) -> dict:
+def run(s: Settings, make: Make = make_engine) -> dict | None:
+    if seats.seat().rank:
+        return torchrun.serve(report.run_folder() / "config.yaml", make)
     return asyncio.run(serve(s, report.run_folder(), make))
 
 

@@ -1,11 +1,14 @@
-"""Where requests go: an engine of this process, or a server."""
+"""Where requests go: an engine of this process, one for each rank in processes of their own, or a server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 
+from scripts import report
 from scripts.build import Settings
+from scripts.server import make_engine, say
 from scripts.serving import engine as serving
+from scripts.serving.pool import Engines, engine_pools
 from serve.clock import Clock
 from serve.load.client import Client, HttpClient, LocalClient
 
@@ -48,11 +51,35 @@ class Server:
 
 
 @asynccontextmanager
+async def ranks(s: Settings, clock: Clock) -> AsyncIterator[Engine]:
+    """An engine process for each rank of the plan: ours, or on other machines torchrun's."""
+    client = LocalClient(clock, s.serve.page_size)
+    async with engine_pools(s, report.run_folder() / "config.yaml", make_engine, say) as engines:
+        await engines.hello()
+        client.mailbox = engines.router
+        engines.connect(client.deliver)
+        work = asyncio.ensure_future(gone(engines))
+        try:
+            yield Engine(client, work)
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+async def gone(engines: Engines) -> None:
+    """Raises OSError when no engine is left."""
+    raise OSError(await asyncio.shield(engines.died))
+
+
+@asynccontextmanager
 async def connect(s: Settings, clock: Clock) -> AsyncIterator[Engine | Server]:
     """The target of ``target=``. Raises ValueError for one there is not."""
     if s.target.startswith(("http://", "https://")):
         async with HttpClient(s.target, clock) as client:
             yield Server(client)
+    elif s.target == ENGINE and s.parallel.world > 1:
+        async with ranks(s, clock) as target:
+            yield target
     elif s.target == ENGINE:
         client = LocalClient(clock, s.serve.page_size)
         engine, _ = serving.build_engine(s, client.mailbox)

@@ -5,12 +5,14 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from parallel.agree import node
 from parallel.mesh import Seat
+from scripts.seats import seat as torchrun_seat
+from scripts.serving import torchrun
 from scripts.serving.process import EngineProcess, Make, engine_process
 from serve.request import Outputs, Pause
 from serve.wire.codec import Hello
@@ -145,7 +147,13 @@ class Group:
             where = (os.path.join(folder, "ranks"), board.address)
             async with AsyncExitStack() as stack:
                 seats = [Seat(rank, s.size, *where, name=f"{s.name}.{rank}", post=s.post) for rank in range(s.size)]
-                made = [await stack.enter_async_context(engine_process(s.config, s.make, seat)) for seat in seats]
+                first = torchrun_seat()
+                if first.size > 1:  # the other ranks are started already, with one of us each
+                    own = engine_process(s.config, s.make, replace(first, name=f"{s.name}.0"))
+                    ranks = [own, *map(torchrun.remote_engine, range(1, s.size))]
+                else:
+                    ranks = [engine_process(s.config, s.make, seat) for seat in seats]
+                made = [await stack.enter_async_context(rank) for rank in ranks]
                 try:
                     yield made
                 finally:

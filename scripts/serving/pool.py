@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from scripts import seats
 from scripts.build import Settings
 from scripts.serving.engine import row_width
 from scripts.serving.group import Group, Start, Told
@@ -36,6 +37,7 @@ class Engines:
             for group in (f"{name}{i}" for i in range(pool.groups)):
                 posts += [Post(f"{group}.{rank}", group, pool.role) for rank in range(size)]
                 starts.append(Start(group, written, make, size, row_width(s.parallel), post))
+        seats.check([start.size for start in starts])
         front = lambda outputs: self._deliver(outputs)  # noqa: E731
         self.router = Router(posts, s.router, s.serve.page_size, self._to_engine, front, loop.time)
         told = Told(self._joined, self._lost, self.router.deliver)

@@ -32,7 +32,8 @@ def engine_main(config: Path, address: str, make: Make, seat: Seat) -> None:
     """The process: build, say hello, run until told to end. An exception is told to the other side, then raised."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a signal to the whole group is for the HTTP process, which drains
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if multiprocessing.parent_process() is not None:  # else torchrun watches
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout = sys.stderr  # stdout belongs to the result
     wire = EngineWire(address)
     try:

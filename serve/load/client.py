@@ -77,11 +77,12 @@ class Waiting:
 
 @dataclass(eq=False)
 class LocalClient:
-    """Speaks through ``mailbox`` with an engine of this event loop; ``steps`` keeps what each step told."""
+    """Speaks through ``mailbox`` with an engine of this event loop, or with what stands for it; ``steps`` keeps what
+    each step told."""
 
     clock: Clock
     page_size: int
-    mailbox: Mailbox = field(init=False)
+    mailbox: Mailbox = field(init=False)  # or whatever else has its `send`
     steps: list[StepSeen] = field(default_factory=list)
 
     def __post_init__(self):

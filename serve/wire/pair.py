@@ -71,6 +71,7 @@ class FrontWire:
     def __init__(self, address: str):
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, address, bind=True)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the port, where any was asked for
         self.malformed = 0
         self.undelivered = 0
 
