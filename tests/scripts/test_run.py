@@ -27,7 +27,7 @@ class Pausing(FakeEngine):
 
     async def run(self, pause) -> None:
         while True:
-            await self.step()
+            self.step()
             await pause()
 
 
