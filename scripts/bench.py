@@ -4,6 +4,7 @@ decode      a decode step, reference bodies in eager against compiled, batch 1-6
 replay      rows and time of a prefill by layer, whole against bounded replay
 engine      the engine against the plain loop: decode steps by batch, prefill by length
 scheduler   host work of a step with 256 running requests, prompts of 1k and 855k, with drafts
+router      host work of the router; hits and balance of its policies, over engines with a modelled cache
 admission   a prompt of 855,000 tokens admitted, cold and cached, against a scheduler of lists
 eplb        placement of experts on streams of routing: fitted on earlier steps, judged on later ones
 migrate     steps while experts move against steps while none do, four ranks
@@ -23,6 +24,7 @@ from scripts.benches import (
     hosttable,
     migrate,
     replay,
+    router,
     scheduler,
     transfer,
 )
@@ -34,6 +36,7 @@ BENCHES = {
     "replay": replay.run,
     "engine": engine.run,
     "scheduler": scheduler.run,
+    "router": router.run,
     "admission": admission.run,
     "eplb": eplb.run,
     "migrate": migrate.run,

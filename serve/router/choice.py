@@ -23,7 +23,7 @@ class RouterRules:
 
     policy: str = "affinity"
     affinity_weight: float = 1.0
-    request_tokens: int = 64
+    request_tokens: int = 256
     slack_tokens: int = 2048
     pages: int = 65536
     sessions: int = 65536

@@ -17,25 +17,23 @@ class Sent:
     def runs(self, hashes: list[bytes]) -> dict[int, int]:
         """Engine -> how many of the first pages it was sent; those without the first one are left out."""
         found: dict[int, int] = {}
-        left = -1  # engines that have all pages so far
+        left = -1  # engines that have all pages so far; -1: nobody was asked yet
         for count, name in enumerate(hashes):
-            there = self._engines.get(name, 0)
-            if count == 0:
+            there = left & self._engines.get(name, 0)
+            if there != left:
+                found |= dict.fromkeys(bits(left & ~there) if count else (), count)
                 left = there
-            for engine in bits(left & ~there):
-                found[engine] = count
-            left &= there
             if not left:
                 return found
-        return found | {engine: len(hashes) for engine in bits(left)} if hashes else found
+        return found | dict.fromkeys(bits(left) if hashes else (), len(hashes))
 
     def add(self, hashes: list[bytes], engine: int) -> None:
         """These pages, a prompt's first ones, are at ``engine`` now."""
+        known, bit = self._engines, 1 << engine
         for name in reversed(hashes):
-            self._engines[name] = self._engines.get(name, 0) | 1 << engine
-            self._engines.move_to_end(name)
-        while len(self._engines) > self.limit:
-            self._engines.popitem(last=False)
+            known[name] = known.pop(name, 0) | bit  # to the end of the line
+        while len(known) > self.limit:
+            known.popitem(last=False)
 
     def forget(self, engine: int) -> None:
         """The engine has lost its pages."""

@@ -1,4 +1,4 @@
-"""A server of this process with engines in others that have no model, and a client for it."""
+"""A server of this process with engines in others, and a client for it."""
 
 import asyncio
 import json
@@ -15,17 +15,18 @@ from omegaconf import DictConfig
 from scripts import server
 from scripts.build import Settings, build_settings
 from scripts.entry import CONF
+from scripts.serving.process import Make
 from tests.serve import fake_server
 
 
-def composed() -> DictConfig:
+def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", overrides=["api.port=0"])
+        return compose("config", overrides=["api.port=0", *overrides])
 
 
 @cache
-def settings() -> Settings:
-    return build_settings(composed())
+def settings(*overrides: str) -> Settings:
+    return build_settings(composed(*overrides))
 
 
 class Live:
@@ -58,9 +59,14 @@ class Live:
 
 
 def live(folder: Path, scenario, config: str = "", api: dict | None = None, **changes) -> dict:
-    """The server's result after ``scenario(live)``, which ends with a signal."""
+    """The server's result after ``scenario(live)``, which ends with a signal. Its engines have no model."""
     (folder / "config.yaml").write_text(config)
     s = replace(settings(), api=replace(settings().api, **(api or {})), **changes)
+    return serve(s, folder, scenario, fake_server.make_engine)
+
+
+def serve(s: Settings, folder: Path, scenario, make: Make, seconds: float = 300) -> dict:
+    """Likewise, for the settings of ``folder``/config.yaml."""
 
     async def play() -> None:
         it = Live(folder)
@@ -72,8 +78,8 @@ def live(folder: Path, scenario, config: str = "", api: dict | None = None, **ch
             await it.http.aclose()
 
     async def both() -> dict:
-        async with asyncio.timeout(120):
-            run, played = server.serve(s, folder, fake_server.make_engine), asyncio.create_task(play())
+        async with asyncio.timeout(seconds):
+            run, played = server.serve(s, folder, make), asyncio.create_task(play())
             result = await run
             await played
             return result

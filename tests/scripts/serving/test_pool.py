@@ -3,7 +3,6 @@ had, the server serves on, and the group comes back."""
 
 import asyncio
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,74 +20,25 @@ from scripts.serving.pool import pool_config
 from serve.router.choice import RouterRules
 from serve.text import Text
 from tests.scripts.live import Live, live
+from tests.scripts.serving.striking import back, busy, groups, pid_of, struck, until
 from tests.serve import fake_server
 
 COUNTING = Text.load("model/checkpoints/tiny").decode(fake_server.SHIPPED.encode(fake_server.COUNTING)[:300])
 LONG = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 POOLS = {"prefill": Pool("prefill", 1, 1), "decode": Pool("decode", 1, 2)}
-QUICK = Restart(pause_s=0.1, silent_s=5.0)
+QUICK = Restart(pause_s=0.1)
 
 
-def process(name: str) -> multiprocessing.Process:
-    return next(p for p in multiprocessing.active_children() if p.name == name)
-
-
-async def engines(it: Live) -> dict[str, float]:
-    """The running requests of every engine, and the pages that they hold."""
-    lines = (await it.http.get("/metrics")).text.splitlines()
-    told = (line.split() for line in lines if line.startswith(("racklab_engine_running", "racklab_engine_pages_used")))
-    return {name.partition("{")[2]: float(value) for name, value in told}
-
-
-async def groups(it: Live) -> dict[str, str]:
-    return (await it.health())["models"]["tiny"]["groups"]
-
-
-async def until(what, seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not await what():
-            await asyncio.sleep(0.02)
-
-
-async def under_load(it: Live, hit, n: int = 6) -> list[httpx.Response]:
-    """The answers to n requests under way while ``hit()``."""
-    asked = [asyncio.create_task(it.post(LONG)) for _ in range(n)]
-    await until(lambda: busy(it, n))
-    hit()
-    return await asyncio.gather(*asked)
-
-
-async def busy(it: Live, n: int) -> bool:
-    health = await it.health()
-    return health["open"] == n and health["waiting"] == 0
-
-
-async def back(it: Live) -> None:
-    """All groups are up again, and hold nothing."""
-
-    async def up() -> bool:
-        return set((await groups(it)).values()) == {"up"} and (await it.health())["status"] == "ok"
-
-    async def idle() -> bool:
-        return not any((await engines(it)).values())
-
-    await until(up)
-    assert (await it.post(LONG | {"max_tokens": 5})).status_code == 200
-    await until(idle)
-
-
-async def struck(it: Live, name: str, number: signal.Signals) -> None:
-    pid = process(name).pid
-    answers = await under_load(it, lambda: os.kill(pid, number))
-    assert [a.json()["choices"][0]["text"] for a in answers] == [COUNTING] * 6, name
-    await back(it)
+async def survives(it: Live, name: str, number: signal.Signals) -> None:
+    assert await struck(it, name, number, [LONG] * 6) == [COUNTING] * 6, name
+    await back(it, LONG | {"max_tokens": 5})
 
 
 @pytest.mark.medium
 def test_an_engine_and_a_rank_of_a_group_may_be_killed_under_load(tmp_path):
     async def scenario(it):
-        await struck(it, "prefill0.0", signal.SIGKILL)
-        await struck(it, "decode0.1", signal.SIGKILL)
+        await survives(it, "prefill0.0", signal.SIGKILL)
+        await survives(it, "decode0.1", signal.SIGKILL)
         text = (await it.http.get("/metrics")).text
         assert 'racklab_engines_router_groups_lost_total{model="tiny"} 2.0' in text
         handed = next(line for line in text.splitlines() if line.startswith("racklab_engines_router_handed_total"))
@@ -100,14 +50,15 @@ def test_an_engine_and_a_rank_of_a_group_may_be_killed_under_load(tmp_path):
 
 @pytest.mark.medium
 def test_a_stopped_engine_is_taken_for_dead(tmp_path):
-    result = live(tmp_path, lambda it: struck(it, "engine0.0", signal.SIGSTOP), fake_server.COUNTS, restart=QUICK)
+    restart = Restart(pause_s=0.1, silent_s=10.0)
+    result = live(tmp_path, lambda it: survives(it, "engine0.0", signal.SIGSTOP), fake_server.COUNTS, restart=restart)
     assert (result["completed"], result["errors"], result["restarts"]) == (7, 0, 1)
 
 
 @pytest.mark.medium
 def test_the_server_serves_while_a_group_is_down_and_says_so(tmp_path):
     async def scenario(it):
-        os.kill(process("decode0.0").pid, signal.SIGKILL)
+        os.kill(pid_of("decode0.0"), signal.SIGKILL)
 
         async def degraded():
             return (await it.health())["status"] == "degraded"
@@ -144,7 +95,7 @@ def test_a_group_that_cannot_be_built_again_is_given_up(tmp_path):
         waits = asyncio.create_task(it.post(LONG))
         await until(lambda: busy(it, 1))
         (tmp_path / "config.yaml").write_text(fake_server.UNLUCKY)
-        os.kill(process("engine0.0").pid, signal.SIGKILL)
+        os.kill(pid_of("engine0.0"), signal.SIGKILL)
         answer = await waits
         assert answer.status_code == 503 and "bad luck" in answer.json()["error"]["message"]
         assert (await it.http.get("/health")).status_code == 503 and (await it.post(LONG)).status_code == 503
