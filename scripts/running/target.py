@@ -1,4 +1,4 @@
-"""Where requests go: an engine of this process, one for each rank in processes of their own, or a server."""
+"""Where requests go: an engine of this process, pools of engines in processes of their own, or a server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -8,6 +8,7 @@ from scripts import report
 from scripts.build import Settings
 from scripts.server import make_engine, say
 from scripts.serving import engine as serving
+from scripts.serving.groups import ONE
 from scripts.serving.pool import Engines, engine_pools
 from serve.clock import Clock
 from serve.load.client import Client, HttpClient, LocalClient
@@ -51,8 +52,8 @@ class Server:
 
 
 @asynccontextmanager
-async def ranks(s: Settings, clock: Clock) -> AsyncIterator[Engine]:
-    """An engine process for each rank of the plan: ours, or on other machines torchrun's."""
+async def pools(s: Settings, clock: Clock) -> AsyncIterator[Engine]:
+    """Engine processes of all pools behind a router, one for each rank: ours, or on other machines torchrun's."""
     client = LocalClient(clock, s.serve.page_size)
     async with engine_pools(s, report.run_folder() / "config.yaml", make_engine, say) as engines:
         await engines.hello()
@@ -77,8 +78,8 @@ async def connect(s: Settings, clock: Clock) -> AsyncIterator[Engine | Server]:
     if s.target.startswith(("http://", "https://")):
         async with HttpClient(s.target, clock) as client:
             yield Server(client)
-    elif s.target == ENGINE and s.parallel.world > 1:
-        async with ranks(s, clock) as target:
+    elif s.target == ENGINE and (s.parallel.world > 1 or s.pools != ONE):
+        async with pools(s, clock) as target:
             yield target
     elif s.target == ENGINE:
         client = LocalClient(clock, s.serve.page_size)
