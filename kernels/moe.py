@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import quant
 from kernels.registry import op
+from kernels.sizes import padded
 from kernels.steady import softplus
 
 
@@ -47,7 +48,8 @@ def grouped_mlp(
 
     x [N, D]; ids [N, k] (an id >= E: no expert, result 0); weights [N, k] fp32; w1, w3 [E, I, D], w2 [E, D, I],
     packed FP4 with scales [E, .., /32] or ready for use with scale None. ``pad``: an expert's rows are padded to a
-    multiple of it, so that a row's result does not depend on how many others chose its expert. Returns [N, k, D].
+    multiple of it, one of few (kernels/sizes.py), so that a row's result does not depend on how many others chose its
+    expert. Returns [N, k, D].
     """
     experts, k = w1.shape[0], ids.shape[1]
     flat = ids.flatten()
@@ -60,7 +62,7 @@ def grouped_mlp(
         if begin == end:
             continue
         picked = order[begin:end]
-        a = F.pad(rows[picked // k], (0, 0, 0, -(end - begin) % pad))
+        a = F.pad(rows[picked // k], (0, 0, 0, padded(end - begin, pad) - (end - begin)))
         gate = F.linear(a, _expert(w1, s1, e, x.dtype)).float().clamp(max=limit)
         up = F.linear(a, _expert(w3, s3, e, x.dtype)).float().clamp(-limit, limit)
         w = F.pad(weights.flatten()[picked], (0, a.shape[0] - (end - begin)))

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from kernels.sizes import padded
 from model.batch import Batch
 
-ROW_MULTIPLE = 8  # rows of a step are padded to a multiple of it
+ROW_MULTIPLE = 8  # rows of a step are a multiple of it
 TILE_ROWS = 64  # most rows of one tile
 
 
@@ -34,7 +36,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """The same for all sequences of a step as arrays: B sequences, N tokens one sequence after another, P pages."""
+    """The same for all sequences of a step as arrays, without their pages: B sequences, N tokens one sequence after
+    another."""
 
     tokens: np.ndarray  # [N]
     starts: np.ndarray  # [B]
@@ -42,14 +45,13 @@ class Rows:
     slots: np.ndarray  # [B]
     write_from: np.ndarray  # [B]
     floors: np.ndarray  # [B]
-    tables: np.ndarray  # [B, P] pages
 
 
 def pack(spans: Sequence[Span], page_size: int, least: int = ROW_MULTIPLE, device: torch.device | str = "cpu") -> Batch:
     """One step's batch. Rows keep the order of ``spans``; row 0 is the first span's first token.
 
-    Rows are padded to a multiple of 8, ``least`` or more; sequence 0, slot 0, page 0 are scratch. Raises ValueError for
-    an empty span or one that its pages cannot hold.
+    Rows are padded to ``least`` or more, and to one of few sizes (kernels/sizes.py), multiples of 8; sequence 0, slot
+    0, page 0 are scratch. Raises ValueError for an empty span or one that its pages cannot hold.
     """
     for s in spans:
         if len(s.tokens) == 0:
@@ -57,8 +59,8 @@ def pack(spans: Sequence[Span], page_size: int, least: int = ROW_MULTIPLE, devic
         if len(s.pages) * page_size < s.start + len(s.tokens):
             raise ValueError(f"{s.start + len(s.tokens)} tokens do not fit {len(s.pages)} pages of {page_size}")
     whole = lambda values: np.array(values, np.int64)  # noqa: E731
-    tables = np.zeros((len(spans), max((len(s.pages) for s in spans), default=0)), np.int64)
-    for i, s in enumerate(spans):
+    tables = np.zeros((len(spans) + 1, max((2, *(len(s.pages) for s in spans)))), np.int64)
+    for i, s in enumerate(spans, start=1):
         tables[i, : len(s.pages)] = s.pages
     rows = Rows(
         tokens=np.concatenate([whole([]), *(s.tokens for s in spans)]),
@@ -67,57 +69,61 @@ def pack(spans: Sequence[Span], page_size: int, least: int = ROW_MULTIPLE, devic
         slots=whole([s.slot for s in spans]),
         write_from=whole([s.write_from for s in spans]),
         floors=whole([s.floor for s in spans]),
-        tables=tables,
     )
-    return pack_rows(rows, page_size, least, device)
+    return pack_rows(rows, torch.from_numpy(tables).to(device), page_size, least)
 
 
-def pack_rows(rows: Rows, page_size: int, least: int = ROW_MULTIPLE, device: torch.device | str = "cpu") -> Batch:
-    """As `pack`, of sequences that are arrays already: a few array operations whatever their number."""
+def pack_rows(rows: Rows, tables: Tensor, page_size: int, least: int = ROW_MULTIPLE) -> Batch:
+    """As `pack`, of sequences that are arrays already: a few array operations whatever their number and length.
+
+    ``tables`` [B + 1, P] int64, P >= 2: pages of each sequence behind the scratch one, on the device that is to run the
+    step. Where a row is written is looked up there.
+    """
     total, count = len(rows.tokens), len(rows.counts)
-    padded = -(-max(total, least) // ROW_MULTIPLE) * ROW_MULTIPLE
+    size = padded(max(total, least), ROW_MULTIPLE)
     ends, first = rows.starts + rows.counts, np.cumsum(rows.counts) - rows.counts
     seq = np.repeat(np.arange(count), rows.counts)
     pos = np.arange(total) - first[seq] + rows.starts[seq]
-    tables = np.zeros((count + 1, max(2, rows.tables.shape[1])), np.int64)
-    tables[1:, : rows.tables.shape[1]] = rows.tables
-    slot = tables[1 + seq, pos // page_size] * page_size + pos % page_size
 
     def per_row(values: np.ndarray, fill: int = 0) -> np.ndarray:
-        out = np.full(padded, fill, np.int64)
+        out = np.full(size, fill, np.int64)
         out[:total] = values
         return out
 
     per_seq = np.zeros((4, count + 1), np.int64)
     per_seq[:, 1:] = rows.slots, rows.starts, ends, first
-    arrays = (
-        per_row(rows.tokens),
-        per_row(pos, -1),
-        per_row(seq + 1),
-        per_row(np.where(pos >= rows.write_from[seq], slot, 0)),
-        per_row(rows.floors[seq]),
-        *per_seq,
+    put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(tables.device)  # noqa: E731
+    written = pos >= rows.write_from[seq]
+    owner, place = put(per_row(np.where(written, seq + 1, 0))), put(per_row(np.where(written, pos, 0)))
+    return Batch(
+        put(per_row(rows.tokens)),
+        put(per_row(pos, -1)),
+        put(per_row(seq + 1)),
+        tables[owner, place // page_size] * page_size + place % page_size,
+        put(per_row(rows.floors[seq])),
+        *map(put, per_seq),
         tables,
-        *_tiles(rows.counts, first, padded),
+        *map(put, _tiles(rows.counts, first, size)),
     )
-    return Batch(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays))
 
 
 def _tiles(counts: np.ndarray, first: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tiles [T, R] of rows of one sequence (-1 none, the last tile empty), each row's place, each tile's sequence."""
-    height = max(2, min(TILE_ROWS, int(counts.max(initial=1))))
+    """Tiles [T, R] of rows of one sequence (-1 none, the last tile empty), each row's place, each tile's sequence.
+    Sizes are few: R is a power of 2."""
+    height = padded(max(2, min(TILE_ROWS, int(counts.max(initial=1)))), octave=1)
     per_seq = -(-counts // height)
     tiles, total = int(per_seq.sum()), int(counts.sum())
+    size = 1 + padded(tiles, octave=4)
     owner = np.repeat(np.arange(len(counts)), per_seq)
     number = np.arange(tiles) - (np.cumsum(per_seq) - per_seq)[owner]  # of the tile within its sequence
     inside = number[:, None] * height + np.arange(height)
-    table = np.full((tiles + 1, height), -1, np.int64)
-    table[:-1] = np.where(inside < counts[owner][:, None], first[owner][:, None] + inside, -1)
-    tile_of = np.full(rows, tiles * height, np.int64)
+    table = np.full((size, height), -1, np.int64)
+    table[:tiles] = np.where(inside < counts[owner][:, None], first[owner][:, None] + inside, -1)
+    tile_of = np.full(rows, (size - 1) * height, np.int64)
     place = np.flatnonzero(table >= 0)
     tile_of[:total] = place
-    seqs = np.zeros(tiles + 1, np.int64)
-    seqs[:-1] = owner + 1
+    seqs = np.zeros(size, np.int64)
+    seqs[:tiles] = owner + 1
     return table, tile_of, seqs
 
 

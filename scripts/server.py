@@ -34,6 +34,7 @@ from serve.api.listen import bind, listen
 from serve.api.service import Behind, Offer, Ports, Service
 from serve.front import Bounds, Front
 from serve.metrics import Metrics
+from serve.rehearse import rehearse
 from serve.wire.codec import Hello
 from serve.wire.pair import EngineWire
 
@@ -45,6 +46,8 @@ def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[Any, Hello]
     s = build.build_settings(OmegaConf.load(config))
     s = replace(s, device=seats.device(s.device, seat))
     engine, text = serving.build_engine(s, wire, seat)
+    if engine.device.runner.device.type == "cpu":
+        rehearse(engine.device.runner, s.serve.budget_tokens, s.serve.max_batch, s.speculate)
     return engine, Hello(text.vocab_size, engine.scheduler.limits.context, s.serve.page_size)
 
 

@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 from model import dspark, moe, transformer
 from model.batch import Batch
 from model.dspark import Draft, DraftBatch
-from model.pack import ROW_MULTIPLE, Rows, Span, pack, pack_rows
+from model.pack import ROW_MULTIPLE, Rows, Span, pack, pack_rows, padded
 from model.transformer import Model, Trim
 from serve.request import prompt_fault
+from serve.tables import PageTable
 
 
 def passed(guards: Sequence[Any]) -> list[bool]:
@@ -84,6 +85,7 @@ class Runner:
         self.device = device
         self.pages, self.slots = pages, slots
         self.cache = model.layout.allocate(pages, slots, model.rt.dtype, device)
+        self.table = PageTable(slots, -(-self.context // model.layout.page_size), device)
         if compiled(model):
             self.warm()
 
@@ -111,39 +113,44 @@ class Runner:
     def step(self, spans: Sequence[Span], rows: Tensor, trim: Trim | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run one step; logits [M, V] of the wanted ``rows`` [M] (numbered in span order) and the drafter's taps."""
         batch = self.pack(spans)
-        padded = F.pad(rows, (0, max(-len(rows) % ROW_MULTIPLE, self.model.rt.least_rows - len(rows))))
-        logits, taps = transformer.forward(self.model, self.cache, batch, padded, trim)
+        index = F.pad(rows, (0, self._drawn(len(rows)) - len(rows)))
+        logits, taps = transformer.forward(self.model, self.cache, batch, index, trim)
         return logits[: len(rows)], taps
 
     @torch.no_grad()
     def run(
-        self, rows: Rows, wanted: np.ndarray, kept: np.ndarray | None = None, late: Rows | None = None,
+        self, rows: Rows, reach: int, wanted: np.ndarray, kept: np.ndarray | None = None, late: Rows | None = None,
         least: int = 0, late_least: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Logits [M, V] of the ``wanted`` rows [M]. With ``late`` the layers past the trim run only on the rows
-        numbered ``kept``, which it describes, and ``wanted`` counts these. Padded to ``least`` rows."""
-        batch, trim = self._pack(rows, least), None
+        """Logits [M, V] of the ``wanted`` rows [M] of sequences whose pages are in ``table``, none of them past
+        ``reach`` tokens. With ``late`` the layers past the trim run only on the rows numbered ``kept``, which it
+        describes, and ``wanted`` counts these. Padded to ``least`` rows."""
+        width = padded(-(-reach // self.model.layout.page_size), octave=4)
+        batch, trim = self._pack(rows, width, least), None
         if late is not None:
-            short = self._pack(late, late_least)
+            short = self._pack(late, width, late_least)
             index = F.pad(torch.from_numpy(kept), (0, len(short.tokens) - len(kept))).to(self.device)
             trim = Trim(self.trim_layer, index, short, self.prefill == "layer20_replay")
         count = len(wanted)
-        padded = np.zeros(max(-(-count // ROW_MULTIPLE) * ROW_MULTIPLE, self.model.rt.least_rows), np.int64)
-        padded[:count] = wanted
-        logits, _ = transformer.forward(self.model, self.cache, batch, torch.from_numpy(padded).to(self.device), trim)
+        index = np.zeros(self._drawn(count), np.int64)
+        index[:count] = wanted
+        logits, _ = transformer.forward(self.model, self.cache, batch, torch.from_numpy(index).to(self.device), trim)
         return logits[:count]
 
-    def _pack(self, rows: Rows, least: int) -> Batch:
-        least = max(least, self.model.rt.least_rows)
-        return pack_rows(rows, self.model.layout.page_size, least, self.device)
+    def _drawn(self, wanted: int) -> int:
+        """Rows that logits are made of, where ``wanted`` are asked for."""
+        return padded(max(wanted, self.model.rt.least_rows), ROW_MULTIPLE)
+
+    def _pack(self, rows: Rows, width: int, least: int) -> Batch:
+        tables = self.table.of(rows.slots, width)
+        return pack_rows(rows, tables, self.model.layout.page_size, max(least, self.model.rt.least_rows))
 
     @torch.no_grad()
     def draft(self, batch: DraftBatch, least: int = 0) -> Draft:
         """Draft a block for each sequence; its context rows must be in the rings (they are after any `step`). Padded
         to ``least`` sequences."""
         count = len(batch.anchors)
-        more = max(least - count, 0)
-        more += (count + more) % 2  # a graph serves two sequences or more
+        more = padded(max(least, count), 2) - count  # a graph serves two sequences or more
         if more:
             batch = DraftBatch(*(F.pad(t, (0, 0) * (t.dim() - 1) + (0, more)) for t in tree_leaves(batch)))
             batch.positions[count:] = -1
@@ -152,7 +159,7 @@ class Runner:
     @torch.no_grad()
     def draft_nothing(self, sequences: int) -> None:
         """Padding in place of `draft`, for a rank whose peers draft."""
-        self._draft(dummy_draft(self.model, sequences + sequences % 2))
+        self._draft(dummy_draft(self.model, padded(sequences, 2)))
 
     def _draft(self, batch: DraftBatch) -> Draft:
         m, backbone = self.model, self.model.cfg.num_hidden_layers

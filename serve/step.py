@@ -1,6 +1,7 @@
 """One step on the device: drafts, rows, forward, draws. B sequences that decode, k drafts, R sequences in all, N rows.
 
 Everything of the table that changes is copied when a step is made: it may run on its own thread while the loop goes on.
+Nothing of that grows with a sequence: of its pages only the new ones are sent (serve/tables.py).
 """
 
 import numpy as np
@@ -29,8 +30,8 @@ class Step:
         self.counts = np.array([p.count for p in prefills], np.int64)
         self.starts = np.concatenate((self.total - 1, starts))
         ends = np.concatenate((self.total + self.room, starts + self.counts))
-        width = -(-int(ends.max(initial=1)) // serve.page_size)
-        self.pages = t.pages[slots, :width].astype(np.int64)
+        self.reach = int(ends.max(initial=1))
+        self.news = runner.table.news(t, slots)
         self.prompts = [p.sequence.tokens(p.start, p.start + p.count, t).astype(np.int64) for p in prefills]
         depth = runner.model.layout.token_depth
         self.history = [p.sequence.tokens(max(0, p.start - depth), p.start, t).astype(np.int64) for p in prefills]
@@ -68,8 +69,10 @@ class Step:
     # --- before the step ---
 
     def _prepare(self) -> None:
-        """Copies of rings that are due, and the ids in front of a prefill's start, which Engram's n-grams reach to."""
+        """New pages, copies of rings that are due, and the ids in front of a prefill's start, which Engram's n-grams
+        reach to."""
         cache, layout = self.runner.cache, self.runner.model.layout
+        self.runner.table.put(self.news)
         for copy in self.plan.copies:
             layout.copy_slot(cache, copy.source, copy.target)
         for p, ids in zip(self.plan.prefills, self.history, strict=True):
@@ -114,7 +117,6 @@ class Step:
             slots=self.plan.slots,
             write_from=self.write_from,
             floors=self.floors,
-            tables=self.pages,
         )
 
     def _wanted(self, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -137,7 +139,7 @@ class Step:
         begin = np.maximum(rows.starts, self.kept_from)
         kept = np.maximum(rows.starts + rows.counts - begin, 0)
         if (kept == rows.counts).all() and self.shape.late == self.shape.rows:
-            return self.runner.run(rows, wanted, least=self.shape.rows)
+            return self.runner.run(rows, self.reach, wanted, least=self.shape.rows)
         owner = np.repeat(np.arange(len(rows.counts)), rows.counts)
         position = np.arange(len(owner)) - (np.cumsum(rows.counts) - rows.counts)[owner] + rows.starts[owner]
         stays = position >= self.kept_from[owner]
@@ -149,10 +151,10 @@ class Step:
             slots=rows.slots[some],
             write_from=rows.write_from[some],
             floors=np.maximum(rows.floors, self.kept_from)[some],
-            tables=rows.tables[some],
         )
         renumbered = np.cumsum(stays) - 1
-        return self.runner.run(rows, renumbered[wanted], np.flatnonzero(stays), late, self.shape.rows, self.shape.late)
+        sizes = self.shape.rows, self.shape.late
+        return self.runner.run(rows, self.reach, renumbered[wanted], np.flatnonzero(stays), late, *sizes)
 
     def _rule(self, owner: np.ndarray, place: np.ndarray) -> sample.Rule:
         seeds, temperature, top_p, top_k = (a[owner] for a in self.rule)

@@ -1,4 +1,5 @@
-"""Host work of a step: plan, settle and update with 256 running requests, prompts of 1k against 855k, with drafts.
+"""Host work of a step: plan, settle and update with 256 running requests, prompts of 1k against 855k, with drafts; and
+the inputs that a step is made of.
 
 Nothing is run on a device. The scheduler gets there by its own interface: one long prompt is prefilled, the others
 share it and are prefix hits, each with page tables of its own; lengths are staggered, so that in every step a few
@@ -10,18 +11,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
+from types import SimpleNamespace
 
 import numpy as np
 
 from scripts import report
 from scripts.build import Settings
 from scripts.progress import progress
+from serve.lockstep import Shape
 from serve.request import Ask, Sampling
 from serve.schedule.pages import chain
 from serve.schedule.plan import Drawn, Plan
 from serve.schedule.policies import fcfs
 from serve.schedule.scheduler import Scheduler
 from serve.schedule.settings import Limits, Serve
+from serve.step import Step
+from serve.tables import PageTable
 
 PAGE_SIZE = 64
 BATCH = 256
@@ -36,7 +41,8 @@ WINDOW, LAYERS = 128, 40
 
 @dataclass(frozen=True)
 class Side:
-    """A scheduler with ``batch`` decoding sequences, and the seconds of its steps: of the thread, by the wall."""
+    """A scheduler with ``batch`` decoding sequences, and the seconds of its steps: of the thread, by the wall; and of
+    the thread to make their inputs for ``runner``, which has a page table and runs nothing."""
 
     name: str
     key: str
@@ -44,15 +50,22 @@ class Side:
     rng: np.random.Generator
     times: list[float]
     walls: list[float]
+    inputs: list[float]
+    runner: SimpleNamespace
 
     def step(self) -> None:
         s = self.scheduler
         draws = self.rng.integers(0, VOCAB, (len(s.running), 1 + s.limits.drafts))
         drawn = Drawn(draws, self.rng.integers(1, 2 + s.limits.drafts, len(s.running)))
         wall, begin = time.perf_counter(), time.thread_time()
-        s.update(s.settle(s.plan()), drawn)
-        self.times.append(time.thread_time() - begin)
-        self.walls.append(time.perf_counter() - wall)
+        plan = s.settle(s.plan())
+        planned = time.thread_time(), time.perf_counter()
+        Step(self.runner, s.serve, plan, Shape())
+        made = time.thread_time(), time.perf_counter()
+        s.update(plan, drawn)
+        self.inputs.append(made[0] - planned[0])
+        self.times.append(time.thread_time() - begin - (made[0] - planned[0]))
+        self.walls.append(time.perf_counter() - wall - (made[1] - planned[1]))
 
 
 def side(name: str, key: str, batch: int, prompt: int, drafts: int, steps: int) -> Side:
@@ -77,7 +90,9 @@ def side(name: str, key: str, batch: int, prompt: int, drafts: int, steps: int) 
         while s.waiting or len(s._decoding) <= i:
             prefill(s, s.settle(s.plan()))
     assert len(s.running) == batch and s.counts["preempted"] == 0
-    return Side(name, key, s, rng, [], [])
+    table = PageTable(batch + 1, -(-context // PAGE_SIZE))
+    runner = SimpleNamespace(table=table, model=SimpleNamespace(layout=SimpleNamespace(token_depth=WINDOW)))
+    return Side(name, key, s, rng, [], [], [], runner)
 
 
 def prefill(s: Scheduler, plan: Plan) -> None:
@@ -92,8 +107,8 @@ def measure(sides: Sequence[Side], steps: int, turns: int, warm: int) -> None:
     for one in sides:
         for _ in range(warm):
             one.step()
-        one.times.clear()
-        one.walls.clear()
+        for figures in (one.times, one.walls, one.inputs):
+            figures.clear()
     with progress("bench=scheduler", turns, "turns") as advance:
         for _ in range(turns):
             for one in sides:
@@ -103,7 +118,8 @@ def measure(sides: Sequence[Side], steps: int, turns: int, warm: int) -> None:
 
 
 def run(s: Settings, batch: int = BATCH, long: int = 855_000, steps: int = STEPS, turns: int = TURNS) -> dict:
-    """Table of host times; keys ``step_us_256``, ``step_us_256_855k``, ``step_us_256_drafts``."""
+    """Table of host times; keys ``step_us_256``, ``step_us_256_855k``, ``step_us_256_drafts``, and each with
+    ``_inputs``."""
     every = WARM + steps * turns
     sides = (
         side("prompts of 1k", f"step_us_{batch}", batch, 1000, 0, every),
@@ -115,8 +131,10 @@ def run(s: Settings, batch: int = BATCH, long: int = 855_000, steps: int = STEPS
     for one in sides:
         low, _, high = quantiles(one.times, n=4)
         p99 = quantiles(one.times, n=100)[-1]
-        us = [t * 1e6 for t in (median(one.times), low, high, p99, median(one.walls))]
+        us = [t * 1e6 for t in (median(one.times), low, high, p99, median(one.walls), median(one.inputs))]
         rows.append([f"{batch}, {one.name}", *us])
-        result |= {one.key: round(us[0], 1), f"{one.key}_p99": round(us[3], 1), f"{one.key}_wall": round(us[4], 1)}
-    report.table("scheduler", ("running", "host us per step", "p25", "p75", "p99", "by the wall"), rows)
+        names = (one.key, f"{one.key}_p99", f"{one.key}_wall", f"{one.key}_inputs")
+        result |= {name: round(us[i], 1) for name, i in zip(names, (0, 3, 4, 5), strict=True)}
+    columns = ("running", "host us per step", "p25", "p75", "p99", "by the wall", "its inputs, us")
+    report.table("scheduler", columns, rows)
     return result

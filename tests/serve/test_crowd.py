@@ -1,8 +1,17 @@
-"""Sustained load with aborts, disconnects and nonsense (tests/serve/crowd.py), on an engine without a model."""
+"""Sustained load with aborts, disconnects and nonsense (tests/serve/crowd.py): an engine without a model, and the real
+server, whose memory is watched from before its first request."""
 
 import asyncio
 import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import httpx
 import pytest
 
 from serve.text import Text
@@ -43,3 +52,47 @@ def test_a_short_load():
 @pytest.mark.slow
 def test_two_minutes_of_load():
     drive(120, 64)
+
+
+@pytest.mark.slow
+def test_two_minutes_of_load_on_the_real_engine(tmp_path):
+    """`scripts.server` with the shipped model: both processes stay within 5% of what they had before any request."""
+    command = [sys.executable, "-m", "scripts.server", "api.port=0", "track=none", f"hydra.run.dir={tmp_path}"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        told = tmp_path / "server.json"
+        while not told.is_file():
+            assert server.poll() is None
+            time.sleep(0.1)
+        url, pids = json.loads(told.read_text())["url"], [server.pid, engine_of(server.pid)]
+        before = [resident_mb(pid) for pid in pids]
+        tally = asyncio.run(crowd(url, 120, 64))
+        engine = idle(url)
+        after = [resident_mb(pid) for pid in pids]
+    finally:
+        server.send_signal(signal.SIGTERM)
+        result = json.loads(server.communicate(timeout=60)[0].splitlines()[-1])
+    assert tally.wrong == [] and max(tally.status) < 500, tally
+    assert {200, 400, 404} <= set(tally.status) and tally.kinds["cut in time"] and tally.kinds["leave"]
+    assert engine["pages_used"] == 0 and result["failed"] == 0
+    assert result["completed"] + result["aborted"] == result["requests"], "every accepted request has an end"
+    assert all(b <= a * 1.05 for a, b in zip(before, after, strict=True)), f"MB: {before} grew to {after}"
+
+
+def engine_of(pid: int) -> int:
+    """The process of a server that holds the model."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return max(map(int, children), key=resident_mb)
+
+
+def idle(url: str, seconds: float = 20) -> dict[str, float]:
+    """Gauges of the engine when nothing runs any more."""
+    until = time.monotonic() + seconds
+    while True:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        found = [line.removeprefix("racklab_engine_").split() for line in lines if line.startswith("racklab_engine_")]
+        gauges = {name: float(value) for name, value in found}
+        if not gauges["running"] and not gauges["waiting"]:
+            return gauges
+        assert time.monotonic() < until, gauges
+        time.sleep(0.1)
