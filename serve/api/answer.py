@@ -66,8 +66,10 @@ class Answer:
         finish = FINISHES.get(event.finish, event.finish)
         if self.asked.chat:
             delta = {"content": text} if text else {}
-            return self.chunk([_chat_choice("delta", event.index, delta, _content(logprobs), finish)])
-        return self.chunk([_choice(event.index, text, _legacy([logprobs]), finish)])
+            choice = _chat_choice("delta", event.index, delta, _content(logprobs), finish)
+        else:
+            choice = _choice(event.index, text, _legacy([logprobs]), finish)
+        return self.chunk([choice | self.ids(event.tokens)])
 
     def last(self) -> list[dict]:
         return [self.chunk([], self.usage.body())] if self.asked.usage else []
@@ -83,24 +85,31 @@ class Answer:
         """The response of all events."""
         texts: list[list[str]] = [[] for _ in self.begun]
         logprobs: list[list[Rows | None]] = [[] for _ in self.begun]
+        tokens: list[list[int]] = [[] for _ in self.begun]
         finishes: list[str | None] = [None] * len(self.begun)
         for event in events:
             text, rows = self.read(event)
             texts[event.index].append(text)
             logprobs[event.index].append(rows)
+            tokens[event.index] += event.tokens
             finishes[event.index] = event.finish or finishes[event.index]
         choices = []
         for i, finish in enumerate(finishes):
             text, finish = "".join(texts[i]), FINISHES.get(finish, finish)
             if self.asked.chat:
                 message = {"role": "assistant", "content": text, "refusal": None}
-                choices.append(_chat_choice("message", i, message, _content(*logprobs[i]), finish))
+                choice = _chat_choice("message", i, message, _content(*logprobs[i]), finish)
             else:
-                choices.append(_choice(i, text, _legacy(logprobs[i]), finish))
+                choice = _choice(i, text, _legacy(logprobs[i]), finish)
+            choices.append(choice | self.ids(tokens[i]))
         kind = "chat.completion" if self.asked.chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, "usage": self.usage.body()}
 
     # --- an event ---
+
+    def ids(self, tokens: list[int]) -> dict:
+        """What a choice says of its tokens' ids; a prompt's are not among them."""
+        return {"token_ids": tokens} if self.asked.token_ids else {}
 
     def read(self, event: Event) -> tuple[str, "Rows | None"]:
         """The text and log-probabilities an event adds, an echoed prompt's in front; counts usage."""

@@ -33,6 +33,7 @@ class Asked:
     priority: int
     stream: bool
     usage: bool  # in a last chunk of the stream
+    token_ids: bool  # with each chunk and choice: the ids of its tokens, whose text it holds
     echo: bool
     alternatives: int | None
     chat: bool
@@ -92,6 +93,7 @@ def _asked(
     usage = options.flag("include_usage")
     options.ignore("include_obfuscation")
     options.done()
+    token_ids = body.flag("return_token_ids")
     # Clients that score a prompt ask for one token more and drop it: it must come, even if it is the end of text.
     scored = echo and alternatives is not None and max_tokens > 0
     low = body.integer("min_tokens", 0, max(1, max_tokens), 0)
@@ -126,7 +128,8 @@ def _asked(
     body.ignore(*HARMLESS)
     body.done()
     limit = 0 if max_tokens == 0 else None
-    return Asked(prompts, texts, sampling, stops, n, limit, priority, stream, usage, echo, alternatives, chat, max_name)
+    form = stream, usage, token_ids, echo, alternatives, chat, max_name
+    return Asked(prompts, texts, sampling, stops, n, limit, priority, *form)
 
 
 # --- prompts ---

@@ -133,6 +133,7 @@ class HttpClient:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self.url, self.clock, self.model = url.rstrip("/"), clock, model
+        self._extra = {"return_token_ids": True}  # until a server refuses it; others leave it out of account
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
 
     async def __aenter__(self) -> "HttpClient":
@@ -152,12 +153,14 @@ class HttpClient:
     async def complete(self, request: LoadRequest, arrived: Arrived) -> Usage:
         try:
             with_headers = {"x-session-affinity": request.affinity} if request.affinity else {}
-            call = self._http.stream(
-                "POST", f"{self.url}/v1/completions", json=self.body(request), headers=with_headers
-            )
+            body = self.body(request)
+            call = self._http.stream("POST", f"{self.url}/v1/completions", json=body, headers=with_headers)
             async with call as answer:
                 if answer.status_code != 200:
                     said = (await answer.aread()).decode("utf-8", "replace")
+                    if "return_token_ids" in body and answer.status_code in (400, 422) and "return_token_ids" in said:
+                        self._extra = {}
+                        return await self.complete(request, arrived)
                     return Usage("error", len(request.tokens), message=f"{answer.status_code}: {said[:500]}")
                 return await self.read(answer.aiter_lines(), arrived)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
@@ -173,6 +176,7 @@ class HttpClient:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._extra,
         }
 
     async def read(self, lines: AsyncIterator[str], arrived: Arrived) -> Usage:
@@ -189,7 +193,8 @@ class HttpClient:
             for choice in chunk.get("choices", ()):
                 ends = choice.get("finish_reason")
                 finish = ends or finish
-                tokens = len(choice.get("token_ids") or ()) or int(bool(choice.get("text")) or not ends)
+                ids = choice.get("token_ids")
+                tokens = int(bool(choice.get("text")) or not ends) if ids is None else len(ids)
                 if tokens:
                     arrived(self.clock.now(), tokens)
         if usage is None or not finish:

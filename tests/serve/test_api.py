@@ -149,6 +149,32 @@ def test_failure_41_stops_are_the_same_streamed_and_not(kind, include, most):
     run(go)
 
 
+@pytest.mark.parametrize("most", STEPS)
+@pytest.mark.parametrize("chat", [False, True])
+def test_ids_of_tokens_come_where_they_are_asked_for(chat, most):
+    """With the text that they make, also of a character of several tokens; a stop string's own are the last."""
+    text, path = (SHIPPED, "/v1/chat/completions") if chat else (BYTES, "/v1/completions")
+    said = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": PROMPT}
+    body = said | {"max_tokens": 40, "stop": ["z"]}
+
+    async def go():
+        async with serve("Hé, wörldz!", text=text, engine={"most": most}) as served:
+            plain = (await post(served, path, body)).json()["choices"][0]
+            whole = (await post(served, path, body | {"return_token_ids": True})).json()["choices"][0]
+            assert plain == {k: v for k, v in whole.items() if k != "token_ids"} and "token_ids" not in plain
+            assert text.decode(whole["token_ids"]) == "Hé, wörldz"
+            chunks = [c for e in await events(served, path, body | {"return_token_ids": True}) for c in e["choices"]]
+            assert not any("token_ids" in c for e in await events(served, path, body) for c in e["choices"])
+            assert [i for c in chunks for i in c.get("token_ids", [])] == whole["token_ids"]
+            for c in chunks:
+                made = c["delta"].get("content", "") if chat else c["text"]
+                assert text.decode(c.get("token_ids", [])).rstrip("z") == made
+            refused = await post(served, path, body | {"return_token_ids": 1})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_token_ids"
+
+    run(go)
+
+
 def test_end_of_text_stops_unless_ignored():
     answer = lambda ask: [*BYTES.encode("abc"), 1, *BYTES.encode("def")] * 9  # noqa: E731
 

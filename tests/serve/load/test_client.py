@@ -44,12 +44,15 @@ class Server:
         reply, status = '{"data": [{"id": "tiny"}]}', "200 OK"
         if head.startswith("post /v1/completions"):
             self.asked.append((head, json.loads(body)))
-            reply, status = self.reply, self.status
+            reply, status = self.answer(self.asked[-1][1])
         writer.write(
             f"HTTP/1.1 {status}\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n{reply}".encode()
         )
         await writer.drain()
         writer.close()
+
+    def answer(self, body):
+        return self.reply, self.status
 
     async def ask(self, **how):
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
@@ -70,8 +73,22 @@ def test_http_stream():
     assert "x-session-affinity: s-1" in head and "authorization: bearer secret" in head
     assert body == {
         "model": "tiny", "prompt": list(range(10)), "max_tokens": 3, "temperature": 0.0, "seed": 5, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
+        "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "422 Unprocessable Entity"])
+def test_a_server_that_refuses_token_ids_is_asked_without(status):
+    class Strict(Server):
+        """Refuses what names the field, however often it comes."""
+
+        def answer(self, body):
+            return ('{"error": "extra: return_token_ids"}', status) if "return_token_ids" in body else (GOOD, "200 OK")
+
+    server = Strict()
+    usage, came = asyncio.run(server.ask(model="tiny"))
+    assert usage == Usage("length", 10, 3, 8, 2) and len(came) == 2
+    assert ["return_token_ids" in body for _, body in server.asked] == [True, False]
 
 
 @pytest.mark.parametrize(
