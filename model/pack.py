@@ -77,7 +77,8 @@ def pack_rows(rows: Rows, tables: Tensor, page_size: int, least: int = ROW_MULTI
     """As `pack`, of sequences that are arrays already: a few array operations whatever their number and length.
 
     ``tables`` [B + 1, P] int64, P >= 2: pages of each sequence behind the scratch one, on the device that is to run the
-    step. Where a row is written is looked up there.
+    step, where it is looked up where a row is written. Where they are of more sequences than ``rows``, the others are
+    padding.
     """
     total, count = len(rows.tokens), len(rows.counts)
     size = padded(max(total, least), ROW_MULTIPLE)
@@ -90,8 +91,8 @@ def pack_rows(rows: Rows, tables: Tensor, page_size: int, least: int = ROW_MULTI
         out[:total] = values
         return out
 
-    per_seq = np.zeros((4, count + 1), np.int64)
-    per_seq[:, 1:] = rows.slots, rows.starts, ends, first
+    per_seq = np.zeros((4, len(tables)), np.int64)
+    per_seq[:, 1 : count + 1] = rows.slots, rows.starts, ends, first
     put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(tables.device)  # noqa: E731
     written = pos >= rows.write_from[seq]
     owner, place = put(per_row(np.where(written, seq + 1, 0))), put(per_row(np.where(written, pos, 0)))
@@ -103,17 +104,17 @@ def pack_rows(rows: Rows, tables: Tensor, page_size: int, least: int = ROW_MULTI
         put(per_row(rows.floors[seq])),
         *map(put, per_seq),
         tables,
-        *map(put, _tiles(rows.counts, first, size)),
+        *map(put, _tiles(rows.counts, first, size, len(tables) - 1)),
     )
 
 
-def _tiles(counts: np.ndarray, first: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tiles(counts: np.ndarray, first: np.ndarray, rows: int, least: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tiles [T, R] of rows of one sequence (-1 none, the last tile empty), each row's place, each tile's sequence.
     Sizes are few: R is a power of 2."""
     height = padded(max(2, min(TILE_ROWS, int(counts.max(initial=1)))), octave=1)
     per_seq = -(-counts // height)
     tiles, total = int(per_seq.sum()), int(counts.sum())
-    size = 1 + padded(tiles, octave=4)
+    size = 1 + padded(max(tiles, least), octave=4)
     owner = np.repeat(np.arange(len(counts)), per_seq)
     number = np.arange(tiles) - (np.cumsum(per_seq) - per_seq)[owner]  # of the tile within its sequence
     inside = number[:, None] * height + np.arange(height)

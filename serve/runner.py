@@ -1,6 +1,6 @@
 """The runner: packs a plan's spans, runs the compiled pieces of a layer, owns the cache.
 
-With any op off its reference body each piece (model/block.py) becomes one graph for each kind of layer; lengths, batch
+With any op on `compile` each piece (model/block.py) becomes one graph for each kind of layer; lengths, batch
 membership and positions are data, so a warmed-up runner never recompiles.
 """
 
@@ -24,7 +24,10 @@ from model.dspark import Draft, DraftBatch
 from model.pack import ROW_MULTIPLE, Rows, Span, pack, pack_rows, padded
 from model.transformer import Model, Trim
 from serve.request import prompt_fault
+from serve.capture import Capture, Recorder
 from serve.tables import PageTable
+
+PLAIN = ("reference", "dense")
 
 
 def passed(guards: Sequence[Any]) -> list[bool]:
@@ -56,8 +59,8 @@ def compiler(options: dict[str, bool]) -> Callable:
 
 
 def compiled(model: Model) -> bool:
-    """Whether the layers are to be compiled: some op is not on its reference body."""
-    return any(backend != "reference" for backend in model.rt.kernels.names().values())
+    """Whether the layers are to be compiled: some op is on a body that is more than plain torch."""
+    return any(backend not in PLAIN for backend in model.rt.kernels.names().values())
 
 
 def trim_layer(model: Model, prefill: str) -> int:
@@ -86,6 +89,7 @@ class Runner:
         self.pages, self.slots = pages, slots
         self.cache = model.layout.allocate(pages, slots, model.rt.dtype, device)
         self.table = PageTable(slots, -(-self.context // model.layout.page_size), device)
+        self.capture: Capture | None = None
         if compiled(model):
             self.warm()
 
@@ -98,6 +102,11 @@ class Runner:
     def block(self) -> int:
         """Tokens the drafter proposes at a time; 0 without a drafter."""
         return self.model.cfg.dspark_block_size if self.model.params.mtp else 0
+
+    def record(self, recorder: Recorder, buckets: Sequence[int]) -> None:
+        """Replay decode steps that fit one of ``buckets`` from now on, each recorded when it first comes up. Raises
+        ValueError where the model's steps cannot be."""
+        self.capture = Capture(self.model, self.cache, buckets, 1 + self.block, recorder)
 
     def check(self, tokens: np.ndarray) -> None:
         """Raise ValueError for an empty prompt, one that leaves no room for an answer, or an id out of range."""
@@ -126,6 +135,9 @@ class Runner:
         ``reach`` tokens. With ``late`` the layers past the trim run only on the rows numbered ``kept``, which it
         describes, and ``wanted`` counts these. Padded to ``least`` rows."""
         width = padded(-(-reach // self.model.layout.page_size), octave=4)
+        bucket = self.capture.bucket(rows) if self.capture is not None and late is None else 0
+        if bucket:
+            return self.capture.run(self._pack(rows, width, bucket, bucket), wanted)
         batch, trim = self._pack(rows, width, least), None
         if late is not None:
             short = self._pack(late, width, late_least)
@@ -141,8 +153,8 @@ class Runner:
         """Rows that logits are made of, where ``wanted`` are asked for."""
         return padded(max(wanted, self.model.rt.least_rows), ROW_MULTIPLE)
 
-    def _pack(self, rows: Rows, width: int, least: int) -> Batch:
-        tables = self.table.of(rows.slots, width)
+    def _pack(self, rows: Rows, width: int, least: int, sequences: int = 0) -> Batch:
+        tables = self.table.of(rows.slots, width, sequences)
         return pack_rows(rows, tables, self.model.layout.page_size, max(least, self.model.rt.least_rows))
 
     @torch.no_grad()
@@ -159,7 +171,7 @@ class Runner:
     @torch.no_grad()
     def draft_nothing(self, sequences: int) -> None:
         """Padding in place of `draft`, for a rank whose peers draft."""
-        self._draft(dummy_draft(self.model, padded(sequences, 2)))
+        self._draft(dummy_draft(self.model, padded(sequences, 2), self.device))
 
     def _draft(self, batch: DraftBatch) -> Draft:
         m, backbone = self.model, self.model.cfg.num_hidden_layers
@@ -174,10 +186,11 @@ class Runner:
         self.model = replace(model, jit=lambda fn, *static: functools.partial(_marked, jit(fn, *static)))
         with shape_config.patch(use_duck_shape=False):
             for rows in (16, moe.DENSE_ROWS + 16):
+                wanted = torch.arange(11, device=self.device) % 8
                 spans = [Span(np.zeros(n, np.int64), start=0, slot=0, pages=(0,) * 3) for n in (3, rows - 3)]
-                transformer.forward(self.model, self.cache, mark(self.pack(spans)), mark(torch.arange(11) % 8))
+                transformer.forward(self.model, self.cache, mark(self.pack(spans)), mark(wanted))
                 if self.block:
-                    self._draft(mark(dummy_draft(model, 2 * -(-rows // (2 * self.block)))))
+                    self._draft(mark(dummy_draft(model, 2 * -(-rows // (2 * self.block)), self.device)))
         self.model = model
 
 
@@ -200,10 +213,9 @@ def mark(value: Any) -> Any:
     return value
 
 
-def dummy_draft(model: Model, sequences: int) -> DraftBatch:
+def dummy_draft(model: Model, sequences: int, device: torch.device | str) -> DraftBatch:
     """Padding only: drafts nothing, writes nothing."""
     k, v = model.cfg.dspark_block_size, model.cfg.vocab_size
-    zeros = torch.zeros(sequences, dtype=torch.int64)
-    return DraftBatch(
-        zeros, zeros - 1, zeros.clone(), zeros.clone(), torch.ones(sequences), torch.zeros(sequences, k, v)
-    )
+    zeros = torch.zeros(sequences, dtype=torch.int64, device=device)
+    ones, noise = torch.ones(sequences, device=device), torch.zeros(sequences, k, v, device=device)
+    return DraftBatch(zeros, zeros - 1, zeros.clone(), zeros.clone(), ones, noise)

@@ -38,7 +38,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 def noise(seeds: Tensor, positions: Tensor, temperature: Tensor, vocab: int) -> Tensor:
     """What to add to scaled logits: Gumbel noise where temperature [..] > 0, zeros where it is 0 (greedy)."""
     if not bool((temperature > 0).any()):
-        return torch.zeros(*seeds.shape, vocab)
+        return torch.zeros(*seeds.shape, vocab, device=seeds.device)
     return torch.where((temperature > 0).unsqueeze(-1), gumbel(seeds, positions, vocab), 0.0)
 
 

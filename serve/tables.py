@@ -51,9 +51,9 @@ class PageTable:
             put = lambda a: torch.from_numpy(a).to(self.rows.device)  # noqa: E731
             self.rows[put(news.slots), put(news.places)] = put(news.pages)
 
-    def of(self, slots: np.ndarray, width: int) -> Tensor:
+    def of(self, slots: np.ndarray, width: int, least: int = 0) -> Tensor:
         """The first ``width`` pages, two or more, of the scratch slot and of ``slots`` [B], gathered on the device:
-        [B + 1, width]."""
-        index = np.zeros(len(slots) + 1, np.int64)
-        index[1:] = slots
+        [B + 1, width], with the scratch slot's for more sequences up to ``least``."""
+        index = np.zeros(max(len(slots), least) + 1, np.int64)
+        index[1 : len(slots) + 1] = slots
         return self.rows[:, : max(2, width)][torch.from_numpy(index).to(self.rows.device)]

@@ -18,6 +18,7 @@ from scripts.build import Settings, build_device, build_model
 from scripts.bytetext import ByteText
 from scripts.rebalancing import build_rider
 from scripts.serving.handing import Ties, build_ties, exchange_on
+from serve import capture
 from serve.engine import Engine, Mail
 from serve.launch import StepRunner
 from serve.lockstep import WIDTH, Lockstep, Unpaced, bucket, ragged
@@ -59,9 +60,14 @@ def limits(serve: Serve, model: Model, speculate: bool) -> Limits:
 
 
 def runner_of(model: Model, serve: Serve, device: torch.device | str = "cpu") -> Runner:
-    """A runner with a cache as large as the engine's; number 0 of pages and slots is scratch."""
+    """A runner with a cache as large as the engine's; number 0 of pages and slots is scratch. Raises ValueError for
+    steps to record that cannot be."""
     retained = serve.retained if serve.window == "retain" else 0
-    return Runner(model, serve.pages + 1, serve.max_batch + 1 + retained, device, serve.prefill)
+    recorder = capture.recorder(device) if serve.capture.buckets else None
+    runner = Runner(model, serve.pages + 1, serve.max_batch + 1 + retained, device, serve.prefill)
+    if recorder is not None:
+        runner.record(recorder, serve.capture.buckets)
+    return runner
 
 
 def engine_on(

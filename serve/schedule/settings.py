@@ -43,6 +43,18 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Capture:
+    """``buckets``: rows of decode steps that are recorded as graphs of the GPU and replayed (serve/capture.py); a step
+    is padded to the least that holds it. None: no step is."""
+
+    buckets: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        if self.buckets is not None and (not self.buckets or min(self.buckets) < 1):
+            raise ValueError(f"serve.capture.buckets must be numbers of rows >= 1, or null, got {list(self.buckets)}")
+
+
+@dataclass(frozen=True)
 class Serve:
     page_size: int
     pages: int  # without the scratch page
@@ -57,6 +69,7 @@ class Serve:
     overlap: int = 0  # 1: plan a step while the one before runs
     policy: Policy = Policy("fcfs")
     speculation: Speculation = Speculation()
+    capture: Capture = Capture()
     handoff: Rules | None = None  # how requests go to and come from other engines; None: they do not
 
     def __post_init__(self):

@@ -26,12 +26,14 @@ class Answer:
 class Bench:
     """One engine; ``serve`` fields and ``block`` as keywords."""
 
-    def __init__(self, model: Model, speculate: bool = False, block: int | None = None, **serve):
+    def __init__(
+        self, model: Model, speculate: bool = False, block: int | None = None, device: str = "cpu", **serve
+    ):  # fmt: skip
         speculation = Speculation(block=block, **serve.pop("speculation", {}))
         self.answers: dict[int, Answer] = {}
         self.mail = Mailbox(self.deliver)
         self.serve = replace(SERVE, speculation=speculation, **serve)
-        self.engine = engine_on(runner_of(model, self.serve), self.serve, speculate, self.mail)
+        self.engine = engine_on(runner_of(model, self.serve, device), self.serve, speculate, self.mail)
         self.handles = 0
 
     def ask(self, tokens: np.ndarray, sampling: Sampling, **more) -> int:
