@@ -114,7 +114,7 @@ def _tiles(counts: np.ndarray, first: np.ndarray, rows: int, least: int) -> tupl
     height = padded(max(2, min(TILE_ROWS, int(counts.max(initial=1)))), octave=1)
     per_seq = -(-counts // height)
     tiles, total = int(per_seq.sum()), int(counts.sum())
-    size = 1 + padded(max(tiles, least), octave=4)
+    size = 1 + padded(max(tiles, least), 2)
     owner = np.repeat(np.arange(len(counts)), per_seq)
     number = np.arange(tiles) - (np.cumsum(per_seq) - per_seq)[owner]  # of the tile within its sequence
     inside = number[:, None] * height + np.arange(height)

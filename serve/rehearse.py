@@ -28,7 +28,7 @@ def shapes(rows: int, sequences: int, least: int) -> Iterator[tuple[int, int, in
     tiles can have, the large ones with the fewest rows that fill one."""
     every = iter(sizes(rows, ROW_MULTIPLE, least=least))
     heights = sizes(min(TILE_ROWS, rows), octave=1, least=2)
-    for tiles, height in product(sizes(sequences + rows // TILE_ROWS, octave=4), heights):
+    for tiles, height in product(sizes(sequences + rows // TILE_ROWS, 2), heights):
         yield next(every, padded(max(least, height), ROW_MULTIPLE)), 1 + tiles, height
     for n in every:
         yield n, 2, 2

@@ -23,8 +23,8 @@ from model.batch import Batch
 from model.dspark import Draft, DraftBatch
 from model.pack import ROW_MULTIPLE, Rows, Span, pack, pack_rows, padded
 from model.transformer import Model, Trim
-from serve.request import prompt_fault
 from serve.capture import Capture, Recorder
+from serve.request import prompt_fault
 from serve.tables import PageTable
 
 PLAIN = ("reference", "dense")
@@ -134,7 +134,7 @@ class Runner:
         """Logits [M, V] of the ``wanted`` rows [M] of sequences whose pages are in ``table``, none of them past
         ``reach`` tokens. With ``late`` the layers past the trim run only on the rows numbered ``kept``, which it
         describes, and ``wanted`` counts these. Padded to ``least`` rows."""
-        width = padded(-(-reach // self.model.layout.page_size), octave=4)
+        width = padded(-(-reach // self.model.layout.page_size))
         bucket = self.capture.bucket(rows) if self.capture is not None and late is None else 0
         if bucket:
             return self.capture.run(self._pack(rows, width, bucket, bucket), wanted)

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,10 +90,9 @@ def idle(url: str, seconds: float = 20) -> dict[str, float]:
     """Gauges of the engine when nothing runs any more."""
     until = time.monotonic() + seconds
     while True:
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
-        found = [line.removeprefix("racklab_engine_").split() for line in lines if line.startswith("racklab_engine_")]
+        found = re.findall(r"^racklab_engine_(\w+)(?:\{.*\})? (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
         gauges = {name: float(value) for name, value in found}
-        if not gauges["running"] and not gauges["waiting"]:
+        if not gauges["running"] and not gauges["waiting"] and not gauges["pages_used"]:
             return gauges
         assert time.monotonic() < until, gauges
         time.sleep(0.1)
