@@ -37,7 +37,7 @@ from scripts.tracking import Track
 from scripts.workloads import Workload
 from serve.router.choice import RouterRules
 from serve.runner import Runner
-from serve.schedule.settings import Serve
+from serve.settings import Serve
 from serve.text import Text, normalise
 
 ROOT = Path(__file__).parents[1]

@@ -19,9 +19,10 @@ from scripts.build import Settings
 from scripts.entry import entry
 from scripts.running import requests, show
 from scripts.running.bar import bar
-from scripts.running.target import connect
+from scripts.running.target import ENGINE, connect
 from scripts.server import make_engine
 from scripts.serving import torchrun
+from scripts.serving.groups import ranks
 from scripts.workloads import AgentX, Prompts
 from serve.clock import LoopClock
 from serve.load import traces
@@ -96,7 +97,7 @@ def run(s: Settings) -> dict | None:
     figures = card(
         driver.records,
         Context(
-            gpus=w.gpus,
+            gpus=w.gpus or (ranks(s.pools, s.parallel.world) if s.target == ENGINE else 1),
             price_per_hour=w.price_per_hour,
             kv_bytes_per_token=Layout(cfg, storage=s.cache, page_size=s.serve.page_size).bytes_per_token,
             left_out=job.left_out,

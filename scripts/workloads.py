@@ -28,14 +28,14 @@ class Workload:
     drain_s: float
     max_requests: int | None
     temperature: float
-    gpus: int  # that throughput and cost are divided by
+    gpus: int | None  # that throughput and cost are divided by; None: as many as there are ranks
     price_per_hour: float | None  # of one of them
 
     def __post_init__(self):
-        for name in ("limit", "gpus", "block_tokens"):
+        for name in ("limit", "block_tokens"):
             if getattr(self, name, 1) < 1:
                 raise ValueError(f"workload.{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("max_requests", "max_request_tokens"):
+        for name in ("max_requests", "max_request_tokens", "gpus"):
             if (value := getattr(self, name, None)) is not None and value < 1:
                 raise ValueError(f"workload.{name} must be >= 1 or null, got {value}")
         if self.duration_s is not None and self.duration_s <= 0:

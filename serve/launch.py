@@ -12,7 +12,7 @@ import torch
 from serve.lockstep import Shape
 from serve.runner import Runner
 from serve.schedule.plan import Drawn, Plan
-from serve.schedule.settings import Serve
+from serve.settings import Serve
 from serve.step import Step
 
 

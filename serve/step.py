@@ -15,7 +15,7 @@ from serve.lockstep import Shape
 from serve.request import Logprobs
 from serve.runner import Runner
 from serve.schedule.plan import Drawn, Plan, Prefill
-from serve.schedule.settings import Serve
+from serve.settings import Serve
 
 
 class Step:

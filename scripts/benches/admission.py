@@ -24,7 +24,7 @@ from serve.schedule.pages import SALT, chain
 from serve.schedule.plan import Drawn
 from serve.schedule.policies import fcfs
 from serve.schedule.scheduler import Scheduler
-from serve.schedule.settings import Limits, Serve
+from serve.settings import Limits, Serve
 
 TOKENS = 855_000
 PAGE_SIZE = 256

@@ -20,7 +20,7 @@ from serve import offline
 from serve.mailbox import Mailbox
 from serve.request import Ask, Outputs, Sampling
 from serve.runner import Runner
-from serve.schedule.settings import Serve
+from serve.settings import Serve
 
 BATCHES = (8, 16, 32, 64, 128, 256)
 PROMPT, TOKENS = 16, 40  # of a decode measurement

@@ -24,7 +24,7 @@ from serve.schedule.pages import chain
 from serve.schedule.plan import Drawn, Plan
 from serve.schedule.policies import fcfs
 from serve.schedule.scheduler import Scheduler
-from serve.schedule.settings import Limits, Serve
+from serve.settings import Limits, Serve
 from serve.step import Step
 from serve.tables import PageTable
 

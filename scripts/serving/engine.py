@@ -24,7 +24,7 @@ from serve.launch import StepRunner
 from serve.lockstep import WIDTH, Lockstep, Unpaced, bucket, ragged
 from serve.runner import Runner
 from serve.schedule.scheduler import Scheduler
-from serve.schedule.settings import Limits, Policy, Serve
+from serve.settings import Limits, Policy, Serve
 from serve.text import Text
 
 
@@ -62,9 +62,8 @@ def limits(serve: Serve, model: Model, speculate: bool) -> Limits:
 def runner_of(model: Model, serve: Serve, device: torch.device | str = "cpu") -> Runner:
     """A runner with a cache as large as the engine's; number 0 of pages and slots is scratch. Raises ValueError for
     steps to record that cannot be."""
-    retained = serve.retained if serve.window == "retain" else 0
     recorder = capture.recorder(device) if serve.capture.buckets else None
-    runner = Runner(model, serve.pages + 1, serve.max_batch + 1 + retained, device, serve.prefill)
+    runner = Runner(model, serve.pages + 1, serve.slots + 1, device, serve.prefill)
     if recorder is not None:
         runner.record(recorder, serve.capture.buckets)
     return runner

@@ -42,6 +42,11 @@ class Pool:
 ONE = {"engine": Pool("both")}  # without serve.pools
 
 
+def ranks(pools: Mapping[str, Pool], world: int) -> int:
+    """Engine processes of all pools, under a plan of ``world`` ranks."""
+    return sum(pool.groups * (pool.dp or world) for pool in pools.values())
+
+
 def build_pools(values: Mapping[str, Any] | None, handoff: Rules | None) -> dict[str, Pool]:
     """Pools by name. Raises ValueError for some that cannot serve together."""
     if values is None:

@@ -7,9 +7,9 @@ import numpy as np
 from serve.schedule.pages import Pages
 from serve.schedule.plan import Copy, Parted
 from serve.schedule.sequence import Sequence
-from serve.schedule.settings import Limits
 from serve.schedule.table import NEVER, Table
 from serve.schedule.windows import Resume, Tails, WindowRule
+from serve.settings import Limits
 
 NAMED_TOGETHER = 8  # pages of generated tokens that are named together: a name costs less in company
 
@@ -25,8 +25,7 @@ class Residents:
         self.table = Table(serve.max_batch, limits.context, serve.page_size, limits.drafts)
         self.running: dict[int, Sequence] = {}  # by slot
         self.slots = list(range(serve.max_batch, 0, -1))
-        first = serve.max_batch + 1
-        self._tails = Tails(range(first, first + (serve.retained if serve.window == "retain" else 0)))
+        self._tails = Tails(range(serve.max_batch + 1, serve.slots + 1))
         self._copies: list[Copy] = []
 
     # --- in ---

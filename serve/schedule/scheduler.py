@@ -14,8 +14,8 @@ from serve.schedule.plan import Drawn, Parted, Plan, Prefill
 from serve.schedule.queue import Queue
 from serve.schedule.residents import Residents
 from serve.schedule.sequence import Sequence
-from serve.schedule.settings import Limits
 from serve.schedule.windows import Resume
+from serve.settings import Limits
 
 
 class Scheduler:

@@ -17,7 +17,7 @@ from serve.schedule.pages import chain
 from serve.schedule.plan import Drawn, Plan
 from serve.schedule.policies import cache_aware, fcfs, priority
 from serve.schedule.scheduler import Scheduler
-from serve.schedule.settings import Limits, Policy, Serve
+from serve.settings import Limits, Policy, Serve
 
 VOCAB = 50
 WRONG = 3  # added to a token, it makes a draft that does not hold

@@ -10,7 +10,7 @@ from scripts.serving.engine import engine_on, runner_of
 from serve.mailbox import Mailbox
 from serve.request import Abort, Ask, Finish, Logprobs, Outputs, Sampling
 from serve.schedule.pages import chain
-from serve.schedule.settings import Serve, Speculation
+from serve.settings import Serve, Speculation
 
 SERVE = Serve(page_size=64, pages=64, max_batch=8, budget_tokens=64, window="none")
 

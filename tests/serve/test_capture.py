@@ -21,7 +21,7 @@ from scripts.serving.engine import runner_of
 from serve import capture
 from serve.request import Sampling
 from serve.runner import Runner
-from serve.schedule.settings import Capture
+from serve.settings import Capture
 from tests import small
 from tests.serve.harness import SERVE, Bench
 

@@ -10,8 +10,8 @@ import pytest
 from serve.lockstep import Shape
 from serve.request import Sampling
 from serve.schedule.plan import Plan
-from serve.schedule.settings import Serve
 from serve.schedule.table import Table
+from serve.settings import Serve
 from serve.step import Step
 from serve.tables import PageTable
 from tests import small

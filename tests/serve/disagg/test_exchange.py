@@ -17,7 +17,7 @@ from serve.disagg.handoff import Letter, Rules
 from serve.mailbox import Mailbox
 from serve.request import Abort, Ask, Handed, Outputs, Sampling
 from serve.schedule.pages import chain
-from serve.schedule.settings import Serve, Speculation
+from serve.settings import Serve, Speculation
 from tests import small
 from tests.serve.harness import SERVE, Answer, Bench
 

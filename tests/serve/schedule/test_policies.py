@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from scripts.build import build_settings
 from scripts.serving.engine import build_policy
 from serve.schedule import policies
-from serve.schedule.settings import Policy
+from serve.settings import Policy
 from tests.serve.drive import Loop, ask, scheduler
 
 CONF = Path(__file__).parents[3] / "conf"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.request import Abort
-from serve.schedule.settings import Serve
 from serve.schedule.windows import WINDOWS, Resume, Tails, WindowRule
+from serve.settings import Serve
 from tests.serve.drive import Loop, ask, scheduler
 
 
