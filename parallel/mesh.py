@@ -6,6 +6,7 @@ environment. gloo moves host tensors, nccl those of a GPU.
 
 from dataclasses import dataclass
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -28,15 +29,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Seat:
-    """``store``: a file that all ranks of one machine see, tcp://HOST:PORT of rank 0, or env:// as torchrun has it.
-    ``board``: the address of the node's shared board for agree=recursive. For engines that hand requests over: ``name``
-    among the ranks of all groups, and ``post``, the folder of their inboxes."""
+    """``store``: a file that all ranks of one machine see, or tcp://HOST:PORT/PREFIX of a store that is there.
+    ``board``: the address of the node's shared board for agree=recursive. Among the engines of all groups: its
+    ``number``, its ``name``, and ``post``, the folder of their inboxes, if they hand requests over."""
 
     rank: int = 0
     size: int = 1
     store: str = ""
     board: str = ""
     timeout_s: float = 120.0
+    number: int = 0
     name: str = ""
     post: str = ""
 
@@ -49,10 +51,14 @@ def join(seat: Seat, device: str = "cpu") -> None:
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(device)
-    address = seat.store if "://" in seat.store else f"file://{seat.store}"
-    dist.init_process_group(
-        backend, init_method=address, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=seat.timeout_s)
-    )
+    timeout = timedelta(seconds=seat.timeout_s)
+    if seat.store.startswith("tcp://"):
+        at = urlsplit(seat.store)
+        there = dist.TCPStore(at.hostname, at.port, is_master=False, timeout=timeout)
+        how = {"store": dist.PrefixStore(at.path.strip("/"), there)}
+    else:
+        how = {"init_method": f"file://{seat.store}"}
+    dist.init_process_group(backend, rank=seat.rank, world_size=seat.size, timeout=timeout, **how)
 
 
 def store() -> dist.Store | None:

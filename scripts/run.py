@@ -22,7 +22,7 @@ from scripts.running.bar import bar
 from scripts.running.target import ENGINE, connect
 from scripts.server import make_engine
 from scripts.serving import torchrun
-from scripts.serving.groups import ranks
+from scripts.serving.groups import berths
 from scripts.workloads import AgentX, Prompts
 from serve.clock import LoopClock
 from serve.load import traces
@@ -86,7 +86,7 @@ async def perform(s: Settings, job: Job, vocab: np.ndarray) -> tuple[Driver, Lan
 
 def run(s: Settings) -> dict | None:
     if seats.seat().rank:
-        return torchrun.serve(report.run_folder() / "config.yaml", make_engine)
+        return torchrun.serve(s.pools, s.parallel.world, report.run_folder() / "config.yaml", make_engine)
     cfg = build.checkpoint_config(s)
     text = build.build_text(s, cfg)
     vocab = vocabulary(text.vocab_size, text.special_ids())
@@ -97,7 +97,7 @@ def run(s: Settings) -> dict | None:
     figures = card(
         driver.records,
         Context(
-            gpus=w.gpus or (ranks(s.pools, s.parallel.world) if s.target == ENGINE else 1),
+            gpus=w.gpus or (len(berths(s.pools, s.parallel.world)) if s.target == ENGINE else 1),
             price_per_hour=w.price_per_hour,
             kv_bytes_per_token=Layout(cfg, storage=s.cache, page_size=s.serve.page_size).bytes_per_token,
             left_out=job.left_out,

@@ -53,7 +53,7 @@ def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[Any, Hello]
 
 def run(s: Settings, make: Make = make_engine) -> dict | None:
     if seats.seat().rank:
-        return torchrun.serve(report.run_folder() / "config.yaml", make)
+        return torchrun.serve(s.pools, s.parallel.world, report.run_folder() / "config.yaml", make)
     return asyncio.run(serve(s, report.run_folder(), make))
 
 

@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,8 @@ class Restart:
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a group: ``width`` of the rows by which its ranks agree, ``post`` the folder of all letter boxes."""
+    """How to start a group: ``width`` of the rows by which its ranks agree, ``post`` the folder of all letter boxes,
+    ``first`` the number of its first rank among the engines of all groups."""
 
     name: str
     config: Path
@@ -49,6 +50,7 @@ class Start:
     size: int
     width: int
     post: str
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,13 @@ class Group:
             board = node.create(s.size, s.width)
             where = (os.path.join(folder, "ranks"), board.address)
             async with AsyncExitStack() as stack:
-                seats = [Seat(rank, s.size, *where, name=f"{s.name}.{rank}", post=s.post) for rank in range(s.size)]
-                first = torchrun_seat()
-                if first.size > 1:  # the other ranks are started already, with one of us each
-                    own = engine_process(s.config, s.make, replace(first, name=f"{s.name}.0"))
-                    ranks = [own, *map(torchrun.remote_engine, range(1, s.size))]
+                mine = [{"number": s.first + rank, "name": f"{s.name}.{rank}"} for rank in range(s.size)]
+                seats = [Seat(rank, s.size, *where, post=s.post, **who) for rank, who in enumerate(mine)]
+                if torchrun_seat().size > 1:  # the others are started already; the first of all is beside us
+                    ranks = [torchrun.remote_engine(s.first + rank) for rank in range(s.size)]
+                    if s.first == 0:
+                        own = torchrun.engine_seat(s.name, 0, s.size)
+                        ranks[0] = engine_process(s.config, s.make, own)
                 else:
                     ranks = [engine_process(s.config, s.make, seat) for seat in seats]
                 made = [await stack.enter_async_context(rank) for rank in ranks]

@@ -1,8 +1,12 @@
 """`serve.pools` of the config: which groups of engine processes a server starts, and what sets each apart."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from scripts.mapping import from_mapping
 from serve.disagg.handoff import Rules
@@ -42,9 +46,44 @@ class Pool:
 ONE = {"engine": Pool("both")}  # without serve.pools
 
 
-def ranks(pools: Mapping[str, Pool], world: int) -> int:
-    """Engine processes of all pools, under a plan of ``world`` ranks."""
-    return sum(pool.groups * (pool.dp or world) for pool in pools.values())
+@dataclass(frozen=True)
+class Berth:
+    """One engine: ``rank`` of the ``size`` that share a ``group``."""
+
+    pool: str
+    group: str
+    rank: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}.{self.rank}"
+
+
+def berths(pools: Mapping[str, Pool], world: int) -> list[Berth]:
+    """Every engine of all pools, a group's one after another, under a plan of ``world`` ranks."""
+    sizes = {name: pool.dp or world for name, pool in pools.items()}
+    groups = [(name, f"{name}{i}") for name, pool in pools.items() for i in range(pool.groups)]
+    return [Berth(name, group, rank, sizes[name]) for name, group in groups for rank in range(sizes[name])]
+
+
+def pool_config(config: Path, name: str, pool: Pool) -> Path:
+    """The config file of a pool's engines, written beside ``config`` as config-NAME.yaml."""
+    if pool is ONE.get(name):
+        return config
+    values = OmegaConf.load(config)
+    if pool.dp is not None:
+        axes = OmegaConf.select(values, "parallel.axes", default={})
+        whole = axes.get("dp")
+        for axis in axes:
+            if axes[axis] == whole:
+                OmegaConf.update(values, f"parallel.axes.{axis}", pool.dp)
+    values = OmegaConf.merge(values, {"serve": {**pool.serve, "pools": None}})
+    written = config.with_name(f"{config.stem}-{name}.yaml")
+    part = written.with_suffix(f".{os.getpid()}")  # ranks of a node that torchrun started write the same
+    OmegaConf.save(values, part)
+    os.replace(part, written)
+    return written
 
 
 def build_pools(values: Mapping[str, Any] | None, handoff: Rules | None) -> dict[str, Pool]:

@@ -10,6 +10,7 @@ from parallel.mesh import Seat
 from parallel.offload import Offloaded
 from parallel.port import Link
 from scripts.build import Settings
+from scripts.serving.torchrun import Inboxes
 from serve.disagg.exchange import Closing, Exchange
 from serve.disagg.handoff import Rules
 from serve.disagg.lease import Pulse
@@ -43,21 +44,34 @@ def exchange_on(scheduler: Scheduler, runner: Runner, ties: Ties, rules: Rules, 
 
 
 def build_ties(s: Settings, seat: Seat) -> Ties:
-    """NIXL and a letter box under ``seat.post``. Raises ValueError for a seat without a name: this script starts no
-    engines that could hand requests over."""
+    """NIXL, and an inbox under ``seat.post`` or, where torchrun started the ranks, by its store.
+
+    Raises ValueError for a seat without a name: this script starts no engines that could hand requests over.
+    """
     if not seat.name:
         raise ValueError("serve.handoff needs several engines: use scripts.server, or serve.handoff=null")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # its INFO lines go to stdout
     from parallel.link import LinkSettings, NixlLink  # loads UCX: only where it is chosen
 
     link = Offloaded(NixlLink(seat.name, LinkSettings(progress=False)))
-    net = LetterNet(seat.name, lambda engine: inbox(seat.post, engine))
+    net = LetterNet(seat.name, Folder(seat.post) if seat.post else Inboxes())
     weights = f"{s.checkpoint} {s.numerics} {s.seed if s.random else ''}"
     return Ties(link, net, time.time_ns(), weights, True, (net, link))
 
 
-def inbox(post: str, engine: str) -> str:
-    """Where letters to ``engine`` go. Raises ValueError for what is no engine's name."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]+\.[0-9]+", engine):
-        raise ValueError(f"{engine!r} is no engine's name: letters, digits, - and _, a dot, and its rank")
-    return f"ipc://{post}/{engine}"
+@dataclass(frozen=True)
+class Folder:
+    """Inboxes of engines on this machine."""
+
+    path: str
+
+    def bind(self, engine: str) -> str:
+        return self.find(engine)
+
+    def bound(self, engine: str, address: str) -> None:
+        pass
+
+    def find(self, engine: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+\.[0-9]+", engine):
+            raise ValueError(f"{engine!r} is no engine's name: letters, digits, - and _, a dot, and its rank")
+        return f"ipc://{self.path}/{engine}"

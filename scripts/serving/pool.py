@@ -6,13 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from scripts import seats
 from scripts.build import Settings
 from scripts.serving.engine import row_width
 from scripts.serving.group import Group, Start, Told
-from scripts.serving.groups import ONE, Pool
+from scripts.serving.groups import berths, pool_config
 from scripts.serving.process import Make
 from serve.request import Abort, Ask, Outputs, Pause
 from serve.router.fleet import Post
@@ -30,14 +28,16 @@ class Engines:
         self.groups: dict[str, Group] = {}
         self._deliver: Callable[[Outputs], None] = lambda outputs: None
         self._paused = False
-        posts, starts = [], []
-        for name, pool in s.pools.items():
-            size = pool.dp or s.parallel.world
-            written = pool_config(config, name, pool)
-            for group in (f"{name}{i}" for i in range(pool.groups)):
-                posts += [Post(f"{group}.{rank}", group, pool.role) for rank in range(size)]
-                starts.append(Start(group, written, make, size, row_width(s.parallel), post))
-        seats.check([start.size for start in starts])
+        places = berths(s.pools, s.parallel.world)
+        seats.check(len(places))
+        posts = [Post(b.name, b.group, s.pools[b.pool].role) for b in places]
+        configs = {name: pool_config(config, name, pool) for name, pool in s.pools.items()}
+        width = row_width(s.parallel)
+        starts = [
+            Start(b.group, configs[b.pool], make, b.size, width, post, first)
+            for first, b in enumerate(places)
+            if b.rank == 0
+        ]
         front = lambda outputs: self._deliver(outputs)  # noqa: E731
         self.router = Router(posts, s.router, s.serve.page_size, self._to_engine, front, loop.time)
         told = Told(self._joined, self._lost, self.router.deliver)
@@ -110,23 +110,6 @@ class Engines:
     def stats(self) -> dict[str, dict[str, float]]:
         """Each engine's latest figures."""
         return {member.name: member.stats for member in self.router.fleet if member.alive}
-
-
-def pool_config(config: Path, name: str, pool: Pool) -> Path:
-    """The config file of a pool's engines, written beside ``config`` as config-NAME.yaml."""
-    if pool is ONE.get(name):
-        return config
-    values = OmegaConf.load(config)
-    if pool.dp is not None:
-        axes = OmegaConf.select(values, "parallel.axes", default={})
-        whole = axes.get("dp")
-        for axis in axes:
-            if axes[axis] == whole:
-                OmegaConf.update(values, f"parallel.axes.{axis}", pool.dp)
-    values = OmegaConf.merge(values, {"serve": {**pool.serve, "pools": None}})
-    written = config.with_name(f"{config.stem}-{name}.yaml")
-    OmegaConf.save(values, written)
-    return written
 
 
 @asynccontextmanager

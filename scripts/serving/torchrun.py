@@ -1,12 +1,13 @@
 """Ranks that torchrun started. The first runs the script, with an engine process beside it; every other is an engine.
 
-The first tells where it listens for each rank in torchrun's store. That network is trusted, as gloo and NCCL trust it.
+Ranks go to the groups of engines in order. Where the first listens for each rank, and where each takes its letters, is
+told in torchrun's store. That network is trusted, as gloo and NCCL trust it.
 """
 
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from parallel.mesh import Seat
 from scripts import seats
+from scripts.serving.groups import Pool, berths, pool_config
 from scripts.serving.process import EngineProcess, Make, engine_main
 from serve.request import Bye
 from serve.wire.codec import Failed, Pong
@@ -28,14 +31,44 @@ def _store() -> dist.Store:
     return dist.TCPStore(*where, is_master=False, timeout=timedelta(seconds=MEET_S))
 
 
-def _key(rank: int) -> str:
-    return f"racklab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/front/{rank}"
+def _key(what: str) -> str:
+    return f"racklab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
 
 
-def serve(config: Path, make: Make) -> None:
+def engine_seat(group: str, rank: int, size: int) -> Seat:
+    """That of one engine among those of its group, which meet in a part of the store that is theirs."""
+    where = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}/{_key(group)}"
+    return Seat(rank, size, where, name=f"{group}.{rank}")
+
+
+def serve(pools: Mapping[str, Pool], world: int, config: Path, make: Make) -> None:
     """Be the engine of this rank, which is not the first, until it is told to end."""
-    here = seats.seat()
-    engine_main(config, _store().get(_key(here.rank)).decode(), make, here)
+    places, here = berths(pools, world), seats.seat().rank
+    seats.check(len(places))
+    mine = places[here]
+    written, seat = pool_config(config, mine.pool, pools[mine.pool]), engine_seat(mine.group, mine.rank, mine.size)
+    engine_main(written, _store().get(_key(f"front/{here}")).decode(), make, seat)
+
+
+class Inboxes:
+    """Where engines on other machines take their letters (as serve/wire/net.py wants it)."""
+
+    def __init__(self):
+        self._store = _store()
+
+    def bind(self, engine: str) -> str:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks for the way there
+            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            return f"tcp://{probe.getsockname()[0]}:*"
+
+    def bound(self, engine: str, address: str) -> None:
+        self._store.set(_key(f"inbox/{engine}"), address)
+
+    def find(self, engine: str) -> str:
+        key = _key(f"inbox/{engine}")
+        if not self._store.check([key]):
+            raise ValueError(f"engine {engine} has not said where it takes letters")
+        return self._store.get(key).decode()
 
 
 @dataclass(frozen=True)
@@ -81,7 +114,7 @@ class RemoteEngine(EngineProcess):
 async def remote_engine(rank: int) -> AsyncIterator[RemoteEngine]:
     """The first rank's side of the engine of ``rank``."""
     wire = FrontWire(f"tcp://{socket.gethostbyname(os.environ['MASTER_ADDR'])}:*")
-    _store().set(_key(rank), wire.address)
+    _store().set(_key(f"front/{rank}"), wire.address)
     try:
         yield RemoteEngine(wire)
     finally:

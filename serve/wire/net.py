@@ -5,7 +5,7 @@ serve/disagg says again what matters.
 """
 
 import threading
-from collections.abc import Callable
+from typing import Protocol
 
 import zmq
 
@@ -16,15 +16,30 @@ from serve.wire.pair import buffers
 WAITING = 1000  # letters to one peer
 
 
-class LetterNet:
-    """``address(engine)``: where its inbox is; raises ValueError for an engine that is none of ours. ``lost`` counts
-    letters to nobody, ``malformed`` what came and is no letter."""
+class Inboxes(Protocol):
+    """Where engines take their letters. Nothing waits; an engine that is none of ours, or not there yet, is a
+    ValueError."""
 
-    def __init__(self, name: str, address: Callable[[str], str]):
-        self._address, self._lock = address, threading.Lock()
+    def bind(self, engine: str) -> str:
+        """What to bind its inbox to."""
+        ...
+
+    def bound(self, engine: str, address: str) -> None:
+        """It is bound, at ``address``."""
+        ...
+
+    def find(self, engine: str) -> str: ...
+
+
+class LetterNet:
+    """``lost`` counts letters to nobody, ``malformed`` what came and is no letter."""
+
+    def __init__(self, name: str, inboxes: Inboxes):
+        self._inboxes, self._lock = inboxes, threading.Lock()
         self._context = zmq.Context()
         self.inbox = self._context.socket(zmq.PULL)
-        self.inbox.bind(address(name))
+        self.inbox.bind(inboxes.bind(name))
+        inboxes.bound(name, self.inbox.getsockopt_string(zmq.LAST_ENDPOINT))
         self._peers: dict[str, zmq.Socket] = {}
         self.lost = self.malformed = 0
 
@@ -38,7 +53,7 @@ class LetterNet:
 
     def _peer(self, to: str) -> zmq.Socket:
         if to not in self._peers:
-            address = self._address(to)
+            address = self._inboxes.find(to)
             peer = self._peers[to] = self._context.socket(zmq.PUSH)
             peer.set_hwm(WAITING)
             peer.setsockopt(zmq.LINGER, 0)

@@ -13,15 +13,15 @@ from parallel.mesh import ALONE, Seat
 from scripts import seats
 from scripts.build import ROOT
 
-RANKS = ("parallel=dep", "parallel.axes.dp=2", "track=none")
-LOAD = ("workload=prompts", "workload.concurrency=4", "max_tokens=6")
+RANKS = ("parallel=dep", "parallel.axes.dp=2")
+LOAD = ("workload=prompts", "workload.concurrency=4", "max_tokens=6", "track=none")
 ENV = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def command(folder: Path, *more: str) -> list[str]:
     prompts = folder / "prompts.txt"
     prompts.write_text("def f(a):\nclass A:\nimport os\nx = 1\n")
-    return ["-m", "scripts.run", *LOAD, *RANKS, f"prompt_file={prompts}", f"hydra.run.dir={folder}", *more]
+    return ["-m", "scripts.run", *LOAD, f"prompt_file={prompts}", f"hydra.run.dir={folder}", *more]
 
 
 def check(folder: Path) -> None:
@@ -31,7 +31,7 @@ def check(folder: Path) -> None:
 
 @pytest.mark.medium
 def test_processes_of_our_own(tmp_path):
-    args = command(tmp_path, "parallel.engram=host", "parallel.dispatch=alltoall")
+    args = command(tmp_path, *RANKS, "parallel.engram=host", "parallel.dispatch=alltoall")
     done = subprocess.run([sys.executable, *args], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     check(tmp_path)
@@ -40,7 +40,8 @@ def test_processes_of_our_own(tmp_path):
 
 
 @pytest.mark.medium
-def test_two_nodes_of_torchrun(tmp_path):
+@pytest.mark.parametrize("plan", [(*RANKS, "parallel.agree=gloo"), ("serve=disagg",)], ids=["dep", "disagg"])
+def test_two_nodes_of_torchrun(plan, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     made = []
@@ -49,7 +50,7 @@ def test_two_nodes_of_torchrun(tmp_path):
         folder.mkdir()
         where = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *where, f"--master-port={port}"]
-        args = command(folder, "parallel.agree=gloo")
+        args = command(folder, *plan)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         made.append(subprocess.Popen([*torchrun, *args], cwd=ROOT, env=ENV, **pipes))
     try:
@@ -65,13 +66,13 @@ def test_two_nodes_of_torchrun(tmp_path):
 def test_a_seat_is_read_from_torchruns_environment(monkeypatch):
     for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert seats.seat() is ALONE and seats.device("cuda", ALONE) == "cuda"
-    assert seats.device("cuda", Seat(3, 4)) == "cuda:3" and seats.device("cpu", Seat(3, 4)) == "cpu"
-    seats.check([7, 2])
+    assert seats.seat() is ALONE and seats.device("cuda", ALONE) == "cuda:0"
+    assert seats.device("cuda", Seat(1, 2, number=3)) == "cuda:3" and seats.device("cpu", Seat(3, 4)) == "cpu"
+    seats.check(9)
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert seats.seat() == Seat(5, 8, "env://") and seats.device("cuda", seats.seat()) == "cuda:1"
-    seats.check([8])
-    for groups in ([2], [8, 8], [4, 4]):
-        with pytest.raises(ValueError, match=r"torchrun started 8 ranks, groups .* say .* parallel.axes.dp=8 without"):
-            seats.check(groups)
+    assert seats.seat() == Seat(5, 8) and seats.device("cuda", seats.seat()) == "cuda:1"
+    seats.check(8)
+    for engines in (2, 16):
+        with pytest.raises(ValueError, match=f"torchrun started 8 ranks, and the plan has {engines} engines: start as"):
+            seats.check(engines)

@@ -15,8 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from scripts.serving.group import Restart
-from scripts.serving.groups import Pool
-from scripts.serving.pool import pool_config
+from scripts.serving.groups import Pool, pool_config
 from serve.router.choice import RouterRules
 from serve.text import Text
 from tests.scripts.live import Live, live
