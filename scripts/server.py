@@ -46,7 +46,8 @@ def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[Any, Hello]
     s = build.build_settings(OmegaConf.load(config))
     s = replace(s, device=seats.device(s.device, seat))
     engine, text = serving.build_engine(s, wire, seat)
-    if seat.size == 1 and engine.device.runner.device.type == "cpu":  # ranks would wait for each other at every step
+    alone = seat.size == 1  # ranks would wait for each other at every step
+    if s.serve.rehearse and alone and engine.device.runner.device.type == "cpu":
         rehearse(engine.device.runner, s.serve.budget_tokens, s.serve.max_batch, s.speculate)
     return engine, Hello(text.vocab_size, engine.scheduler.limits.context, s.serve.page_size)
 

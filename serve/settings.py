@@ -67,6 +67,7 @@ class Serve:
     prefill: str = "full"  # which rows the late layers run on
     retained: int = 32  # stored window rings, of window=retain
     overlap: int = 0  # 1: plan a step while the one before runs
+    rehearse: bool = True  # a step of each size before the first request: serve/rehearse.py
     policy: Policy = Policy("fcfs")
     speculation: Speculation = Speculation()
     capture: Capture = Capture()

@@ -110,7 +110,7 @@ def test_a_failed_result_is_printed_and_ends_with_1(key, monkeypatch, tmp_path, 
 BAD = [
     (["bogus=1"], "unknown key bogus"),
     (["kernels.default=cuda"], "kernels.default='cuda' is not available; backends: compile, reference"),
-    (["serve=null"], "serve must be one of engine, got null"),
+    (["serve=null"], "serve must be one of disagg, engine, got null"),
     (["model=3"], "model must be one of flash, tiny, got 3"),
     (["~parallel"], "parallel must be one of dep, single, got nothing"),
     (["evaluate=null"], "evaluate must be a mapping of context, stride,"),
