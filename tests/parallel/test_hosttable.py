@@ -145,12 +145,14 @@ def holders(nonce: str) -> list[str]:
 def test_ranks_of_a_node_share_one_copy_that_goes_with_the_last_of_them(tmp_path):
     """Also when the rank that made it is killed: the others keep it, and nothing is left behind."""
     context = multiprocessing.get_context("spawn")
-    out, orders = context.Queue(), [context.Queue() for _ in range(3)]
-    made = [context.Process(target=keep, args=(r, str(tmp_path / "store"), out, orders[r])) for r in range(3)]
+    out, orders = (
+        [context.Queue() for _ in range(3)] for _ in range(2)
+    )  # one each: a killed process may hold its lock
+    made = [context.Process(target=keep, args=(r, str(tmp_path / "store"), out[r], orders[r])) for r in range(3)]
     try:
         for process in made:
             process.start()
-        told = {t[0]: t[1:] for t in (out.get(timeout=120) for _ in made)}
+        told = {t[0]: t[1:] for t in (queue.get(timeout=120) for queue in out)}
         (maker,) = [r for r, t in told.items() if t[0]]
         assert sorted(t[1] for t in told.values()) == [[], [], ["a", "b"]]
         assert len({t[2] for t in told.values()}) == 1
@@ -158,13 +160,13 @@ def test_ranks_of_a_node_share_one_copy_that_goes_with_the_last_of_them(tmp_path
         nonce = told[maker][2]
         assert len(holders(nonce)) == 3
         orders[maker].put("write")
-        assert out.get(timeout=60) == (maker, True, [5])
+        assert out[maker].get(timeout=60) == (maker, True, [5])
         os.kill(made[maker].pid, signal.SIGKILL)
         made[maker].join(60)
         others = [r for r in range(3) if r != maker]
         for r in others:
             orders[r].put("read")
-            assert out.get(timeout=60) == (r, True, [5])
+            assert out[r].get(timeout=60) == (r, True, [5])
         for r in others:
             orders[r].put(None)
             made[r].join(60)

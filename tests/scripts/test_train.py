@@ -26,7 +26,7 @@ def test_the_shipped_recipe_builds():
     [
         ("threads=0", "threads"),
         ("numerics=fp64", "numerics"),
-        ("short.rows=0", "rows >= 1"),
+        ("short.rows=0", "short.rows must be >= 1"),
         ("decay=2.0", "decay"),
         ("anchors=0", "anchors"),
         ("save_every=0", "save_every"),
