@@ -145,9 +145,7 @@ def holders(nonce: str) -> list[str]:
 def test_ranks_of_a_node_share_one_copy_that_goes_with_the_last_of_them(tmp_path):
     """Also when the rank that made it is killed: the others keep it, and nothing is left behind."""
     context = multiprocessing.get_context("spawn")
-    out, orders = (
-        [context.Queue() for _ in range(3)] for _ in range(2)
-    )  # one each: a killed process may hold its lock
+    out, orders = ([context.Queue() for _ in range(3)] for _ in range(2))  # a killed process may hold its lock
     made = [context.Process(target=keep, args=(r, str(tmp_path / "store"), out[r], orders[r])) for r in range(3)]
     try:
         for process in made:

@@ -97,7 +97,7 @@ def as_rows(t: torch.Tensor) -> torch.Tensor:
     ("size", "transport", "more"),
     [
         pytest.param(2, "nixl", {"speculate": True, "overlap": 1}, id="2 nixl", marks=pytest.mark.medium),
-        pytest.param(2, "gloo", {"speculate": True, "dispatch": "alltoall"}, id="2 alltoall", marks=pytest.mark.medium),
+        pytest.param(2, "gloo", {"speculate": True, "dispatch": "alltoall"}, id="2 alltoall", marks=pytest.mark.slow),
         pytest.param(4, "gloo", {"speculate": True}, id="4 gloo", marks=pytest.mark.slow),
     ],
 )

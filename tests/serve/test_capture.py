@@ -89,7 +89,15 @@ def bench(buckets: tuple[int, ...] = (), recorder: Trace | None = None, **how) -
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("how", [{}, {"speculate": True}, {"speculate": True, "overlap": 1, "window": "halo"}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"speculate": True}, marks=pytest.mark.slow),
+        {"speculate": True, "overlap": 1, "window": "halo"},
+    ],
+    ids=str,
+)
 def test_tokens_are_those_of_steps_that_run(how):
     recorder = Trace()
     assert bench((16, 32), recorder, **how).run(*ASKS) == bench(**how).run(*ASKS)

@@ -51,7 +51,7 @@ def serve(ep: Any, kernels: str, how: dict) -> tuple[list[list[int]], dict]:
         (2, {"speculate": True, "long_prefill_tokens": 20, "overlap": 1, "dispatch": "alltoall"}),
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(4, {"speculate": True, "window": "halo"}, marks=pytest.mark.slow),
-        pytest.param(4, {"speculate": True, "dispatch": "alltoall"}, marks=pytest.mark.medium),
+        pytest.param(4, {"speculate": True, "dispatch": "alltoall"}, marks=pytest.mark.slow),
         pytest.param(8, {"speculate": True}, marks=pytest.mark.slow),
     ],
     ids=str,

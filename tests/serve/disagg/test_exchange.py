@@ -154,22 +154,26 @@ class Rack:
 
 WAYS = [
     {},
-    {"rules": replace(RULES, mode="push")},
+    {"rules": replace(RULES, mode="push"), "overlap": 1, "long_prefill_tokens": 17},
     {"rules": replace(RULES, window="halo")},
-    {"rules": replace(RULES, max_kv_loads_per_step=1), "decode": {"max_batch": 3}},
-    {"speculate": True},
     {"speculate": True, "overlap": 1, "window": "halo"},
-    {"overlap": 1, "long_prefill_tokens": 17},
-    {"window": "retain"},
     {"window": "retain", "overlap": 1, "decode": {"max_batch": 2, "budget_tokens": 20}},
-    {"decode": {"pages": 9}},
-    {"decode": {"page_size": 128, "pages": 20}},
     {"page_size": 128, "decode": {"page_size": 64}},
 ]
+MORE_WAYS = [
+    {"rules": replace(RULES, mode="push")},
+    {"rules": replace(RULES, max_kv_loads_per_step=1), "decode": {"max_batch": 3}},
+    {"speculate": True},
+    {"overlap": 1, "long_prefill_tokens": 17},
+    {"window": "retain"},
+    {"decode": {"pages": 9}},
+    {"decode": {"page_size": 128, "pages": 20}},
+]
+ALL_WAYS = WAYS + [pytest.param(how, marks=pytest.mark.slow) for how in MORE_WAYS]
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("how", WAYS, ids=str)
+@pytest.mark.parametrize("how", ALL_WAYS, ids=str)
 def test_disaggregated_as_colocated(how):
     r = Rack(**how)
     assert r.run(*ASKS) == alone()
