@@ -122,7 +122,7 @@ def build_settings(config: DictConfig, overrides: Sequence[str] = ()) -> Setting
         "parallel": build_plan(take_group(values, "parallel"), model),
         "kernels": build_kernels(take_group(values, "kernels")),
         "serve": serve,
-        "pools": build_pools(beside["pools"], serve.handoff),
+        "pools": build_pools(beside["pools"], serving, serve.handoff),
         "router": from_mapping(RouterRules, beside["router"] or {}, "serve.router."),
         "restart": from_mapping(Restart, beside["restart"] or {}, "serve.restart."),
         "track": from_mapping(Track, take_group(values, "track"), "track."),
@@ -169,6 +169,8 @@ def build_plan(values: Mapping[str, Any], cfg: ModelConfig) -> Plan:
     known(values, ("axes", "agree", "dispatch", "engram", "eplb", "rules"), "parallel.", complete=True)
     eplb = from_mapping(Eplb, values["eplb"], "parallel.eplb.")
     made = plan.parse(values["axes"], values["rules"], values["agree"], eplb, values["dispatch"])
+    if eplb.spare % made.world:
+        raise ValueError(f"parallel.eplb.redundant must be a multiple of the {made.world} ranks, got {eplb.redundant}")
     made.check({path: spec.shape for path, spec in tree.walk(transformer.specs(cfg))})
     return made
 

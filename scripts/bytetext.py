@@ -15,6 +15,8 @@ class ByteText:
             raise ValueError(f"a token per byte needs model.vocab_size >= {FIRST + 256}, got {vocab_size}")
         self.vocab_size, self.bos_id, self.eos_id = vocab_size, bos_id, eos_id
 
+    longest = 1  # bytes of a token that text becomes
+
     def special_ids(self) -> list[int]:
         return list(range(FIRST))
 

@@ -30,11 +30,14 @@ def known(values: Mapping[str, Any], names: Sequence[str], where: str, complete:
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], where: str, **done: Any) -> T:
     """``cls(**values, **done)``; lists become tuples, mappings the dataclass that the field is."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where.removesuffix('.')} must be {_wanted(cls)}, got {values!r}")
     hints = typing.get_type_hints(cls)
     names = [f.name for f in fields(cls) if f.name not in done]
     known(values, names, where)
     for f in fields(cls):
-        if f.name not in values and f.name not in done and f.default is MISSING:
+        given = f.name in values or f.name in done
+        if not given and f.default is MISSING and f.default_factory is MISSING:
             raise ValueError(f"key {where}{f.name} is missing")
     return cls(**{k: typed(v, hints[k], where + k) for k, v in values.items()}, **done)
 

@@ -38,6 +38,7 @@ from serve.rehearse import rehearse
 from serve.wire.codec import Hello
 from serve.wire.pair import EngineWire
 
+REHEARSED_ROWS = 4096  # larger steps are rare enough to be met unrehearsed
 ABORT_S = 5.0  # for the engine to confirm aborts, and for clients to take their last words
 
 
@@ -48,7 +49,8 @@ def make_engine(config: Path, wire: EngineWire, seat: Seat) -> tuple[Any, Hello]
     engine, text = serving.build_engine(s, wire, seat)
     alone = seat.size == 1  # ranks would wait for each other at every step
     if s.serve.rehearse and alone and engine.device.runner.device.type == "cpu":
-        rehearse(engine.device.runner, s.serve.budget_tokens, s.serve.max_batch, s.speculate)
+        rows = min(s.serve.budget_tokens, s.serve.pages * s.serve.page_size, REHEARSED_ROWS)
+        rehearse(engine.device.runner, rows, min(s.serve.max_batch, rows), s.speculate)
     return engine, Hello(text.vocab_size, engine.scheduler.limits.context, s.serve.page_size)
 
 
@@ -145,7 +147,7 @@ async def drain(fronts: list[Front], stops: asyncio.Queue, seconds: float) -> No
     if not idle.done():
         say(f"aborting {sum(f.open for f in fronts)}")
         for front in fronts:
-            front.abort_all()
+            front.abort_all("the server has shut down")
         await asyncio.wait([idle], timeout=ABORT_S)
     for front in fronts:
         if front.open:

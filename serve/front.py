@@ -76,6 +76,7 @@ class Part:
     last_s: float | None = None  # when tokens came last
     rows: list[Logprobs] = field(default_factory=list)  # of the prompt, until the first event
     aborted: bool = False
+    cut: str = ""  # why the server, and not its client, aborted it
 
 
 class Stream:
@@ -299,6 +300,8 @@ class Front:
         self.prompt_tokens -= part.prompt
         if not self._open:
             self._idle.set()
+        if part.cut and finish.reason == "abort" and not part.writer.count:  # else what came is told, and how it ended
+            finish = Finish(part.handle, "error", finish.cached_tokens, finish.replayed_tokens, part.cut, True)
         reason = "stop" if part.writer.ended else finish.reason
         rest = part.writer.finish()
         if self._metrics:
@@ -326,8 +329,10 @@ class Front:
         for part in list(self._open.values()):
             self._finish(part, Finish(part.handle, "error", message=message, unavailable=True))
 
-    def abort_all(self) -> None:
+    def abort_all(self, why: str) -> None:
+        """End every open completion, with an error if nothing of it has come: it is the server that wants it."""
         for part in list(self._open.values()):
+            part.cut = part.cut or ("" if part.aborted else why)
             self.abort(part)
 
     async def idle(self) -> None:

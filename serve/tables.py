@@ -28,16 +28,19 @@ class PageTable:
 
     def __init__(self, slots: int, width: int, device: torch.device | str = "cpu"):
         self.rows = torch.zeros((slots, max(2, width)), dtype=torch.int64, device=device)
-        self._handle, self._epoch, self._known = np.zeros((3, slots), np.int64)
+        self._stay, self._known = np.zeros((2, slots), np.int64)
+        self._of: Table | None = None  # the scheduler's, of which this is the copy
 
     def news(self, t: Table, slots: np.ndarray) -> News:
         """Pages of the sequences in ``slots`` [R] that have not been told yet; they are now. While a sequence stays
         where it is, its pages are only added to."""
+        if self._of is not t:  # another engine on the same runner
+            self._of, self._stay[:] = t, 0
         known = self._known[slots]
-        moved = (self._handle[slots] != t.handle[slots]) | (self._epoch[slots] != t.epoch[slots])
+        moved = self._stay[slots] != t.stay[slots]
         if moved.any():
             known = np.where(moved, 0, known)
-            self._handle[slots], self._epoch[slots] = t.handle[slots], t.epoch[slots]
+            self._stay[slots] = t.stay[slots]
         held = t.capacity[slots] // t.page_size
         self._known[slots] = held
         more = held - known

@@ -3,6 +3,7 @@
 import codecs
 import json
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
@@ -117,6 +118,11 @@ class Text:
 
     def stream(self) -> "StreamDecoder":
         return StreamDecoder(self._bytes.__getitem__)
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token: a text of n bytes has n / longest tokens or more."""
+        return max(map(len, self._bytes))
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token, which need not be whole characters."""

@@ -91,9 +91,13 @@ def traced(path: Path, sizes: EplbSizes, advance) -> dict:
     """The parts of a trace, cut into 2 to INTERVALS intervals of about as many tokens, TRACE_TOKENS at least."""
     routing, out = trace.load(path), {}
     for name, part in (("target", routing.target), ("drafter", routing.drafter)):
-        if part is None or part.steps < 4:
+        if part is None:
             continue
         tokens = int(part.offsets[-1])
+        if part.steps < 4 or tokens < 4:
+            raise ValueError(
+                f"benches.eplb.trace={path}: {name} has {part.steps} steps of {tokens} tokens; 4 are needed"
+            )
         count = min(max(tokens // TRACE_TOKENS, 2), INTERVALS)
         cuts = np.unique(np.searchsorted(part.offsets[:-1], np.arange(count) * tokens // count))
         choices = np.add.reduceat(part.step_counts(), cuts, 0)

@@ -15,6 +15,7 @@ request. Rows of drafts that were rejected are in it: they were routed.
 """
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ import numpy as np
 from parallel.eplb import metric
 
 VERSION = 1
+MAX_EXPERTS = 1 << 14
+UNREADABLE = (OSError, ValueError, EOFError, AttributeError, TypeError, RuntimeError, NotImplementedError)
 KINDS = {"ids": np.int16, "offsets": np.int64, "requests": np.int32, "positions": np.int32, "experts": np.int64}
 RANKS = {"ids": 3, "offsets": 1, "requests": 1, "positions": 1, "experts": 0}
 
@@ -39,6 +42,10 @@ class Trace:
 
     def __post_init__(self):
         t = len(self.ids)
+        if not self.ids.shape[1] or not self.ids.shape[2] or not 1 <= self.experts <= MAX_EXPERTS:
+            raise ValueError(
+                f"ids must have layers and choices, experts be 1 to {MAX_EXPERTS}: got {self.ids.shape}, {self.experts}"
+            )
         if len(self.requests) != t or len(self.positions) != t:
             raise ValueError(f"ids, requests, positions have {t}, {len(self.requests)}, {len(self.positions)} tokens")
         o = self.offsets
@@ -89,7 +96,7 @@ def load(path: Path) -> Routing:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except (*UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path}: no routing trace: {error}") from None
     if int(_array(path, arrays, "version", np.int64, 0)) != VERSION:
         raise ValueError(f"{path}: version is {arrays['version']}, this reads {VERSION}")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
 from model.transformer import Model
@@ -22,8 +23,10 @@ from serve import capture
 from serve.engine import Engine, Mail
 from serve.launch import StepRunner
 from serve.lockstep import WIDTH, Lockstep, Unpaced, bucket, ragged
+from serve.request import Ask, Sampling
 from serve.runner import Runner
 from serve.schedule.scheduler import Scheduler
+from serve.schedule.sequence import Sequence
 from serve.settings import Limits, Policy, Serve
 from serve.text import Text
 
@@ -44,7 +47,16 @@ def build_policy(policy: Policy) -> Callable:
         if option not in takes:
             known = ", ".join(takes) or "none"
             raise ValueError(f"unknown key serve.policy.options.{option}; {policy.name} takes: {known}")
-    return partial(key, **policy.options)
+    made = partial(key, **policy.options)
+    trial = Sequence(Ask(1, np.zeros(3, np.int32), [], Sampling(1)), 1, 0)
+    try:  # rather here than at the first request
+        (*made(trial, lambda: 0),) < (*made(trial, lambda: 1),)  # noqa: B015
+    except Exception as error:
+        raise ValueError(
+            f"serve.policy: {policy.name} with serve.policy.options {dict(policy.options)} does not order requests: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    return made
 
 
 def limits(serve: Serve, model: Model, speculate: bool) -> Limits:

@@ -26,15 +26,19 @@ BUILDS = 2  # lives in a row that were never built, after which there is no othe
 @dataclass(frozen=True)
 class Restart:
     """What `serve.restart` says. ``pause_s`` before a group that died starts again, twice as long with each death in a
-    row. ``silent_s``: an engine that does not come to the end of a step for so long is killed; None: never."""
+    row. ``silent_s``: an engine that does not come to the end of a step for so long is killed; None: never. So is one
+    that is not ready ``build_s`` after its start."""
 
     enabled: bool = True
     pause_s: float = 1.0
     silent_s: float | None = 300.0
+    build_s: float = 3600.0
 
     def __post_init__(self):
         if not 0 <= self.pause_s <= LONGEST_S:
             raise ValueError(f"serve.restart.pause_s must be 0 to {LONGEST_S:g} seconds, got {self.pause_s}")
+        if not 0 < self.build_s < 1e9:
+            raise ValueError(f"serve.restart.build_s must be > 0 seconds, got {self.build_s}")
         if self.silent_s is not None and not 0 < self.silent_s < 1e9:
             raise ValueError(f"serve.restart.silent_s must be > 0 seconds, or null for never, got {self.silent_s}")
 
@@ -107,9 +111,11 @@ class Group:
         """From the start of its processes to their end; whether it could be built. `reason` says why it ended."""
         async with self._processes() as self.ranks:
             try:
-                hellos = await asyncio.gather(*(rank.hello() for rank in self.ranks))
-            except ValueError as error:
-                self.reason = str(error)
+                async with asyncio.timeout(self.restart.build_s):
+                    hellos = await asyncio.gather(*(rank.hello() for rank in self.ranks))
+            except (ValueError, TimeoutError) as error:
+                late = f"{self.name} was not ready {self.restart.build_s:g} s after its start (serve.restart.build_s)"
+                self.reason = str(error) or late
                 await asyncio.gather(*(rank.kill() for rank in self.ranks))
                 return False
             if not self.hello.done():

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from scripts.mapping import from_mapping
 from serve.disagg.handoff import Rules
+from serve.settings import Serve
 
 ROLES = ("prefill", "decode", "both")
 SHARED = (
@@ -86,8 +87,9 @@ def pool_config(config: Path, name: str, pool: Pool) -> Path:
     return written
 
 
-def build_pools(values: Mapping[str, Any] | None, handoff: Rules | None) -> dict[str, Pool]:
-    """Pools by name. Raises ValueError for some that cannot serve together."""
+def build_pools(values: Mapping[str, Any] | None, serving: Mapping[str, Any], handoff: Rules | None) -> dict[str, Pool]:
+    """Pools by name, whose engines have ``serving`` but for what a pool says itself. Raises ValueError for some that
+    cannot serve together, or not at all."""
     if values is None:
         return ONE
     if not isinstance(values, Mapping) or not values:
@@ -102,6 +104,11 @@ def build_pools(values: Mapping[str, Any] | None, handoff: Rules | None) -> dict
             pools[name] = from_mapping(Pool, said, f"serve.pools.{name}.")
         except ValueError as error:
             raise ValueError(str(error).replace("serve.pools.*", f"serve.pools.{name}")) from None
+        whole = OmegaConf.to_container(OmegaConf.merge(dict(serving), dict(pools[name].serve)))
+        try:
+            from_mapping(Serve, whole, "serve.")
+        except ValueError as error:
+            raise ValueError(str(error).replace("serve.", f"serve.pools.{name}.serve.", 1)) from None
     roles = {pool.role for pool in pools.values()}
     if roles == {"prefill"}:
         raise ValueError("serve.pools have prefill engines alone: add a pool with role=decode or role=both")

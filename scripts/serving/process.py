@@ -50,6 +50,21 @@ def engine_main(config: Path, address: str, make: Make, seat: Seat) -> None:
         wire.close()
 
 
+def engine_process_main(config: Path, address: str, make: Make, seat: Seat) -> None:
+    """`engine_main` in a process of its own, which ends at once: to take libraries down by their own rules lasts longer
+    than the HTTP process waits, and what must be left in order is closed by then."""
+    code = 0
+    try:
+        engine_main(config, address, make, seat)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
@@ -134,7 +149,9 @@ async def engine_process(config: Path, make: Make, seat: Seat) -> AsyncIterator[
         address = f"ipc://{folder}/engine"
         wire = FrontWire(address)
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=engine_main, args=(config, address, make, seat), name=seat.name, daemon=True)
+        process = context.Process(
+            target=engine_process_main, args=(config, address, make, seat), name=seat.name, daemon=True
+        )
         process.start()
         engine = EngineProcess(process, wire)
         try:

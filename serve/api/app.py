@@ -239,8 +239,9 @@ def tokenized(offer: Offer, body: Body) -> dict:
     """The answer of /tokenize, for ``prompt`` (with ``add_special_tokens``) or ``messages``."""
     prompt, special = body.text("prompt"), body.flag("add_special_tokens", True)
     if prompt is None:
-        ids = read.messages(body, offer.text).tolist()
+        ids = read.messages(body, offer.text, offer.front.bounds.context).tolist()
     else:
+        prompt = read.short(body, "prompt", prompt, offer.text, offer.front.bounds.context)
         ids = offer.text.prompt(prompt) if special else offer.text.encode(prompt)
     body.done()
     return {"tokens": ids, "count": len(ids), "max_model_len": offer.front.bounds.context}

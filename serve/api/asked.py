@@ -42,7 +42,7 @@ class Asked:
 
 def completion(body: Body, text: Any, bounds: Bounds, seed: int) -> Asked:
     """A /v1/completions body. ``seed`` is taken where it names none. Raises ApiError."""
-    prompts, texts = _prompts(body, text)
+    prompts, texts = _prompts(body, text, bounds.context)
     echo = body.flag("echo")
     alternatives = body.integer("logprobs", 0, MAX_ALTERNATIVES, None)
     body.only("best_of", 1)
@@ -57,7 +57,7 @@ def completion(body: Body, text: Any, bounds: Bounds, seed: int) -> Asked:
 
 def chat(body: Body, text: Any, bounds: Bounds, seed: int, default_tokens: int) -> Asked:
     """A /v1/chat/completions body; ``default_tokens`` are completed where it names no limit. Raises ApiError."""
-    prompt = messages(body, text)
+    prompt = messages(body, text, bounds.context)
     for name, allowed in (("tools", [[]]), ("functions", [[]]), ("tool_choice", ["none", "auto"]),
                           ("response_format", [{"type": "text"}]), ("modalities", [["text"]]),
                           ("function_call", ["none", "auto"]), ("parallel_tool_calls", [True, False])):  # fmt: skip
@@ -135,7 +135,7 @@ def _asked(
 # --- prompts ---
 
 
-def _prompts(body: Body, text: Any) -> tuple[list[np.ndarray], list[str | None]]:
+def _prompts(body: Body, text: Any, context: int) -> tuple[list[np.ndarray], list[str | None]]:
     """``prompt`` in its four forms: text, texts, ids, lists of ids."""
     value = body.take("prompt")
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
@@ -145,7 +145,8 @@ def _prompts(body: Body, text: Any) -> tuple[list[np.ndarray], list[str | None]]
     if len(value) > MAX_PROMPTS:
         body.bad("prompt", f"holds {len(value)} prompts; {MAX_PROMPTS} may be sent at once")
     if all(type(v) is str for v in value):
-        return [ids(text.prompt(body.characters("prompt", v))) for v in value], value
+        value = [short(body, "prompt", v, text, context) for v in value]
+        return [ids(text.prompt(v)) for v in value], value
     if not all(isinstance(v, list) for v in value):
         body.bad("prompt", "must hold strings only, or token ids only")
     return [_ids(body, "prompt", v, text.vocab_size) for v in value], [None] * len(value)
@@ -172,13 +173,24 @@ def tokens(body: Body, text: Any) -> np.ndarray:
     return _ids(body, "tokens", value, text.vocab_size) if value else ids([])
 
 
-def messages(body: Body, text: Any) -> np.ndarray:
+def short(body: Body, name: str, value: str, text: Any, context: int) -> str:
+    """``value``, unless it has more tokens than the context for certain: to find out how many would take long."""
+    value = body.characters(name, value)
+    size = len(value.encode())
+    if size > context * text.longest:
+        body.bad(name, f"has {size} bytes, {size // text.longest} tokens or more; the context is {context}: shorten it")
+    return value
+
+
+def messages(body: Body, text: Any, context: int) -> np.ndarray:
     """The prompt of ``messages``, by the chat template."""
     value = body.take("messages")
     if not isinstance(value, list) or not value:
         body.bad("messages", "must be a list of at least one message")
     try:
-        return ids(text.chat([_message(body, i, m) for i, m in enumerate(value)]))
+        said = [_message(body, i, m) for i, m in enumerate(value)]
+        short(body, "messages", "".join(m["content"] for m in said), text, context)
+        return ids(text.chat(said))
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from None
 

@@ -53,9 +53,12 @@ class Scheduler:
                 self._abort(message.handle)
                 continue
             self.counts["asked"] += 1
-            refusal = self._refusal(message)
+            refusal, waiting = self._refusal(message), len(self.waiting)
             if refusal:
-                self._ended.append(Finish(message.handle, "error", message=refusal))
+                self.end(message.handle, "error", refusal)
+            elif waiting >= self.serve.max_waiting:
+                self.end(message.handle, "error", f"{waiting} wait already (serve.max_waiting): try later", True)
+            if refusal or waiting >= self.serve.max_waiting:
                 continue
             self.waiting.push(self._sequence(message))
 
@@ -73,8 +76,6 @@ class Scheduler:
             return f"{len(ask.generated)} tokens are generated already, of {ask.sampling.max_tokens}: it is complete"
         if n + 1 > most:
             return f"the prompt has {n} tokens, serve.pages hold {most}: it can never fit"
-        if len(self.waiting) >= self.serve.max_waiting:
-            return f"{len(self.waiting)} requests wait already (serve.max_waiting): try later"
         return ""
 
     def _abort(self, handle: int) -> None:
@@ -130,9 +131,9 @@ class Scheduler:
         self.residents.place(sequence, resume, pages, named, slot)
         self._begin(sequence, resume)
 
-    def end(self, handle: int, reason: str, message: str = "") -> None:
+    def end(self, handle: int, reason: str, message: str = "", unavailable: bool = False) -> None:
         """Tell that a request ended which is not (or no longer) the scheduler's."""
-        self._ended.append(Finish(handle, reason, message=message))
+        self._ended.append(Finish(handle, reason, message=message, unavailable=unavailable))
 
     # --- planning ---
 

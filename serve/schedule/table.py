@@ -38,6 +38,7 @@ class Table:
         self.moves = 0  # times that a sequence came or went
         self.handle = whole()  # 0: the slot is free
         self.epoch = whole()  # times the request has been preempted
+        self.stay = whole()  # number of its stay in the slot, never used twice
         self.total = whole()  # tokens known: prompt and generated
         self.computed = whole()  # of those, in the cache
         self.prompt = whole()
@@ -66,7 +67,7 @@ class Table:
     def place(self, slot: int, handle: int, epoch: int, prompt: int, limit: int, sampling: Sampling) -> None:
         """A request moves into ``slot``; what depends on its progress is the scheduler's."""
         self.moves += 1
-        self.handle[slot], self.epoch[slot] = handle, epoch
+        self.handle[slot], self.epoch[slot], self.stay[slot] = handle, epoch, self.moves
         self.prompt[slot], self.limit[slot] = prompt, limit
         self.seed[slot], self.temperature[slot] = sampling.seed, sampling.temperature
         self.top_p[slot], self.top_k[slot] = sampling.top_p, sampling.top_k

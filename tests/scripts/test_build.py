@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -161,3 +162,26 @@ def test_no_such_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {}}))
     with pytest.raises(ValueError, match=r"config\.json"):
         build.build_model(settings(f"checkpoint={tmp_path}", "threads=1"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+serve.pools.decode.serve.pagez=1"], "unknown key serve.pools.decode.serve.pagez"),
+        (["+serve.pools.decode.serve.pages=-3"], "serve.pools.decode.serve.pages must be >= 1, got -3"),
+        (["serve.pools.decode.role=cook"], "serve.pools.decode.role must be one of prefill, decode, both"),
+        (["serve.pools.decode.groups=0"], "serve.pools.decode.groups must be >= 1"),
+        (["+serve.pools.decode.serve.page_size=128"], "serve.pools.decode.serve.page_size: all pools share"),
+        (["parallel.axes.dp=2", "parallel.eplb.enabled=true", "parallel.eplb.redundant=3"],
+         "parallel.eplb.redundant must be a multiple of the 2 ranks, got 3"),
+        (["parallel.eplb=null"], "parallel.eplb must be a mapping of"),
+        (["serve.restart.build_s=0"], "serve.restart.build_s must be > 0"),
+    ],
+)  # fmt: skip
+def test_pools_that_cannot_serve_are_refused_by_name(overrides, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        settings("serve=disagg", *overrides)
+
+
+def test_a_pool_needs_a_role_alone():
+    assert settings("serve=disagg", "+serve.pools.more.role=both").pools["more"].serve == {}

@@ -230,3 +230,18 @@ def test_random_bodies_are_never_a_5xx(path, changes, good):
 @given(st.binary(max_size=40))
 def test_random_bytes_are_never_a_5xx(raw):
     assert 400 <= ask("/v1/completions", raw).status_code < 500
+
+
+def test_a_text_that_is_too_long_for_certain_is_refused_before_it_is_tokenized(monkeypatch):
+    async def go():
+        async with serve() as served:
+            text = type(served.service.offers[0].text)
+            for name in ("prompt", "encode"):
+                monkeypatch.setattr(text, name, None)  # would raise
+            async with httpx.AsyncClient(base_url=served.url) as http:
+                bodies = {"prompt": "a " * 4096}, {"prompt": ["b", "a" * 9000]}
+                for path, body in [*(("/v1/completions", b) for b in bodies), ("/tokenize", bodies[0])]:
+                    answer = await http.post(path, json=body)
+                    assert answer.status_code == 400 and "tokens or more; the context is 512" in answer.text
+
+    run(go)

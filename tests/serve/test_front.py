@@ -239,3 +239,18 @@ def test_failure_34_outputs_of_unknown_handles_are_dropped():
             fake.running.clear()
 
     asyncio.run(go())
+
+
+def test_what_the_server_cuts_is_no_answer():
+    """A client's own abort stays one."""
+
+    async def go():
+        async with serving(pause_s=0.01) as (front, _):
+            cut, own = (front.submit(prompt(), Sampling(100)) for _ in range(2))
+            own.abort()
+            front.abort_all("the server has shut down")
+            events = [[e async for e in stream][-1] for stream in (cut, own)]
+            assert [e.finish for e in events] == ["error", "abort"]
+            assert events[0].unavailable and events[0].message == "the server has shut down"
+
+    asyncio.run(go())

@@ -91,8 +91,10 @@ def test_a_slot_that_changes_hands_is_told_anew():
     t.place(3, 77, 0, 70, 90, Sampling(20))
     t.capacity[3] = 0
     grow(t, 3, 2)
-    t.epoch[4] += 1  # preempted and back, on as many pages
-    t.pages[4, :3] = 501, 502, 503
+    held = int(t.capacity[4])
+    t.clear(4)
+    t.place(4, 4, 1, 1000, 1000 + ROOM, Sampling(ROOM))  # preempted and back, on as many pages
+    t.capacity[4], t.pages[4, :3] = held, (501, 502, 503)
     news = device.news(t, np.array([4, 3]))
     device.put(news)
     assert len(news.pages) == 16 + 2 and device.rows[4, :3].tolist() == [501, 502, 503]
@@ -121,3 +123,19 @@ def test_while_an_engine_preempts_and_plans_ahead(overlap, monkeypatch):
     b = Bench(small.model(cfg), overlap=overlap, pages=5, window="none")
     b.run(*((small.tokens(40 + 9 * i, seed=i), Sampling(40)) for i in range(6)))
     assert b.engine.scheduler.counts["preempted"] and len(seen) > 40
+
+
+def test_another_engine_on_the_same_runner_starts_anew():
+    """Its handles and slots are those of the first, its pages are not."""
+    model = small.model(small.config())
+    asks = [(small.tokens(n, seed=n), Sampling(8, seed=n)) for n in (200, 70, 130)]
+    want = [Bench(model).run(ask)[0] for ask in reversed(asks)]
+    first, second = Bench(model), Bench(model)
+    first.run(*asks)
+    second.engine.device.runner = first.engine.device.runner
+    pages = second.engine.scheduler.pages
+    held = pages.take(20)  # so that it gets others
+    pages.check = lambda holders, check=pages.check: check([*holders, held])
+    handles = [second.ask(*ask) for ask in reversed(asks)]
+    second.steps(60)
+    assert [second.answers[h].tokens for h in handles] == want

@@ -98,3 +98,16 @@ def test_a_policy_that_is_not_there(policy, message):
 def test_every_yaml_names_a_file(name):
     values = OmegaConf.to_container(OmegaConf.load(CONF / "serve/policy" / f"{name}.yaml"))
     assert values["name"] == name and callable(build_policy(Policy(**values)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("shortest", {}, "missing 1 required positional argument: 'cap'"),
+        ("shortest", {"cap": "foo"}, "TypeError"),
+        ("shortest", {"cup": 1}, "unknown key serve.policy.options.cup"),
+    ],
+)
+def test_a_policy_that_cannot_order_is_refused_before_any_request(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_policy(Policy(name, options=options))
