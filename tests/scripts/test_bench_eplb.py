@@ -43,5 +43,5 @@ def test_a_trace_is_cut_into_intervals(tmp_path):
 def test_a_trace_too_short_to_judge_is_refused(tmp_path):
     part = Trace(np.zeros((0, 2, 1), np.int16), np.zeros(10, np.int64), *np.zeros((2, 0), np.int32), 4)
     trace.save(tmp_path / "routing.npz", Routing(np.array([1]), part))
-    with pytest.raises(ValueError, match="target has 9 steps, 0 tokens; 4 are needed"):
+    with pytest.raises(ValueError, match="target has 9 steps of 0 tokens; 4 are needed"):
         eplb.traced(tmp_path / "routing.npz", EplbSizes(None, 4, (4,)), lambda n: None)
