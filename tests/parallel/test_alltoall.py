@@ -89,7 +89,7 @@ def fetch(ep: Any, counts: list[list[int]]) -> None:
         assert torch.equal(alltoall.fetched(ep, held, ids, mine.__getitem__), table[ids])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.medium)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_routing_has_the_bits_of_allgather_and_of_one_rank(size):
     cases = drawn(routings(size), 40)
     assert any(0 in c["rows"] for c in cases) and any(c["none"] == 1 for c in cases)

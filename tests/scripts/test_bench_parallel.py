@@ -28,7 +28,7 @@ def test_agree(tables):
     ]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_dispatch(tables):
     got = dispatch.run(sized(dispatch=DispatchSizes((2,), 4)))
     assert got["bytes_ratio_n2_even"] > 1 and got["bytes_ratio_n2_one_busy"] > got["bytes_ratio_n2_even"]

@@ -40,7 +40,9 @@ def test_processes_of_our_own(tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("plan", [(*RANKS, "parallel.agree=gloo"), ("serve=disagg",)], ids=["dep", "disagg"])
+@pytest.mark.parametrize(
+    "plan", [(*RANKS, "parallel.agree=gloo"), ("serve=disagg", "serve.rehearse=false")], ids=["dep", "disagg"]
+)
 def test_two_nodes_of_torchrun(plan, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
