@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 
 from scripts import report
 from scripts.build import Settings
@@ -12,6 +13,7 @@ from scripts.serving.groups import ONE
 from scripts.serving.pool import Engines, engine_pools
 from serve.clock import Clock
 from serve.load.client import Client, HttpClient, LocalClient
+from serve.request import Outputs
 
 ENGINE = "engine"
 TURNS = 8  # of the event loop between two steps: from a timer that rings to a request sent takes five
@@ -58,13 +60,19 @@ async def pools(s: Settings, clock: Clock) -> AsyncIterator[Engine]:
     async with engine_pools(s, report.run_folder() / "config.yaml", make_engine, say) as engines:
         await engines.hello()
         client.mailbox = engines.router
-        engines.connect(client.deliver)
+        engines.connect(partial(told, client, engines))
         work = asyncio.ensure_future(gone(engines))
         try:
             yield Engine(client, work)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+
+
+def told(client: LocalClient, engines: Engines, outputs: Outputs) -> None:
+    """With the sums of all engines' figures, of which the card makes the split of a step."""
+    outputs.stats.update(engines.router.stats())
+    client.deliver(outputs)
 
 
 async def gone(engines: Engines) -> None:

@@ -28,7 +28,7 @@ class RouterRules:
     pages: int = 65536
     sessions: int = 65536
     retries: int = 2
-    wait_s: float = 60.0
+    wait_s: float = 180.0
 
     def __post_init__(self):
         if self.policy not in POLICIES:

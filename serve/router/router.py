@@ -160,7 +160,6 @@ class Router:
             member.stats = outputs.stats
         told = self._told(member, outputs)
         if told:
-            told.stats.update(self.stats())
             self._to_front(told)
         for handed in outputs.handed:
             one = self._current(member, handed.handle)

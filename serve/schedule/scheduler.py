@@ -54,13 +54,11 @@ class Scheduler:
                 continue
             self.counts["asked"] += 1
             refusal, waiting = self._refusal(message), len(self.waiting)
-            if refusal:
-                self.end(message.handle, "error", refusal)
-            elif waiting >= self.serve.max_waiting:
-                self.end(message.handle, "error", f"{waiting} wait already (serve.max_waiting): try later", True)
             if refusal or waiting >= self.serve.max_waiting:
-                continue
-            self.waiting.push(self._sequence(message))
+                why = refusal or f"{waiting} wait already (serve.max_waiting): try later"
+                self.end(message.handle, "error", why, unavailable=not refusal)
+            else:
+                self.waiting.push(self._sequence(message))
 
     def _sequence(self, ask: Ask) -> Sequence:
         self._arrivals += 1
